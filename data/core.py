@@ -39,15 +39,7 @@ import numpy as np
 import tokenizer
 import yaml
 import zstandard
-from format import (
-    entry_of,
-    fail,
-    lock_folder,
-    new_folder,
-    read_dataset,
-    run,
-    write_atomic,
-)
+from format import entry_of, fail, lock_folder, new_folder, read_dataset, run, write_atomic
 from sources import check_flags, clean
 from tqdm import tqdm
 

@@ -293,6 +293,8 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     """Ends the script unless value is a dataset.json of this format that agrees with itself."""
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
+    if found == DATASET_FORMAT and not isinstance(value.get("files"), dict):
+        fail(f"{path} lists no files; build the dataset again")
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
     files = value["files"]
@@ -369,10 +371,8 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     stated = header["bos_id"]
     entries = header["vocab_size"]
     if stated not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
-        fail(
-            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}, {entries} "
-            f"entries); {again}"
-        )
+        wrong = f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}"
+        fail(f"{wrong}, {entries} entries); {again}")
     size = int(counts @ lengths)
     return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": size}
 

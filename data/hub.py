@@ -143,10 +143,8 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
     for name in missing:
         if not is_right(folder / name, files[name]["sha256"]):
             (folder / name).unlink(missing_ok=True)
-            fail(
-                f"{name} of {repo.name} is not what {manifest.name} lists (sha256 {files[name]['sha256']}); "
-                "run the same command again, and if that does not help, ask its owner to upload it again"
-            )
+            wrong = f"{name} of {repo.name} is not what {manifest.name} lists (sha256 {files[name]['sha256']})"
+            fail(f"{wrong}; run the same command again, and if that does not help, ask its owner to upload it again")
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, out / name)
     shutil.rmtree(folder, ignore_errors=True)
@@ -211,10 +209,8 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     folders = {name.rsplit("/", 1)[0] for name in names if "/" in name}
     needed = [*NEEDED, *(f"{folder}/{name}" for folder in folders for name in CHECKPOINT[:2])]
     if len(scripts) != 1 or len(folders) != 1 or not set(needed).issubset(names):
-        fail(
-            f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists "
-            f"{', '.join(names)}; only whole runs of such a script can be shared"
-        )
+        wrong = f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint"
+        fail(f"{wrong}, but lists {', '.join(names)}; only whole runs of such a script can be shared")
     return {name: files[name] for name in names}
 
 

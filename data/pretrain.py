@@ -234,14 +234,11 @@ def compare_settings(out: Path, old: dict[str, Any], settings: dict[str, Any]) -
         is_free = key == "inputs" or (key == "name" and not settings["name"])
         if not is_free and old.get(key) != settings[key]:
             flag = f"--{key.replace('_', '-')}"
-            fail(
-                f"{out} was built with other settings: {flag} was {old.get(key)!r} before and is {settings[key]!r} "
-                "now; choose another --out or the same settings"
-            )
+            wrong = f"{out} was built with other settings: {flag} was {old.get(key)!r} before"
+            fail(f"{wrong} and is {settings[key]!r} now; choose another --out or the same settings")
     if old["inputs"] != settings["inputs"] and (out / "dataset.json").exists():
-        fail(
-            f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
-        )
+        wrong = f"{out} is complete, and the source files (names, sizes or content) are not as before"
+        fail(f"{wrong}; choose another --out")
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -378,10 +375,8 @@ def adopt(args: argparse.Namespace) -> None:
     if args.interleave:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
-        fail(
-            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; "
-            "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
-        )
+        wrong = "--source shards: needs --tokenizer, the tokenizer.json the shards were made with"
+        fail(f"{wrong}; for GPT-2's vocabulary make it with data/tokenizer.py gpt2")
     if Path(spec).is_dir():
         spec = str(Path(spec) / "*.bin")
     paths = local_paths(spec, (".bin",))
@@ -424,10 +419,8 @@ def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
             print(f"left out {path.name}: its name must say either train or val")
     for split, found in by_split.items():
         if not found:
-            fail(
-                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the shards "
-                "*_train_* and *_val_*"
-            )
+            wrong = f"none of the {len(paths)} files of {spec} has the word {split!r} in its name"
+            fail(f"{wrong}; name the shards *_train_* and *_val_*")
     return by_split
 
 

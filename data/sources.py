@@ -5,19 +5,21 @@
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
     pypi:p34, p100     pinned wheels of Python projects: see data/pypi.py
-    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order,
-                       or with --interleave all files side by side
+    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, also in subfolders of FOLDER; a comma-separated
+                       list is read in order, or with --interleave all files side by side
 
 Run it to look at documents:  python data/sources.py --source stdlib --show 2
 """
 
 import argparse
+import contextlib
 import functools
 import gzip
 import hashlib
 import heapq
 import io
 import json
+import os
 import platform
 import random
 import sys
@@ -29,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -204,9 +206,7 @@ def limited(
         yield text
 
 
-def one_part(
-    read: Callable[[], Iterator[str]], fraction: float, want_val: bool
-) -> Iterator[str]:
+def one_part(read: Callable[[], Iterator[str]], fraction: float, want_val: bool) -> Iterator[str]:
     """One of the two parts of a stream, by document number alone: the same in every pass.
 
     Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
@@ -250,22 +250,22 @@ def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
     endings = ", ".join(suffixes)
     paths: list[Path] = []
     for part in filter(None, map(str.strip, spec.split(","))):
-        if Path(part).is_dir():
-            inside = sorted(Path(part).iterdir())
-            paths += [path for path in inside if path.is_file() and path.name.endswith(suffixes)]
-        elif Path(part).exists():
-            paths.append(Path(part))
-        else:
-            found = sorted(path for path in map(Path, glob(part, recursive=True)) if path.is_file())
-            if not found:
-                fail(f"--source {part} matches no file; check the path, or see --help for other sources")
-            paths += found
+        pattern = escape(part) if os.path.lexists(part) else part  # a name may look like a pattern
+        is_folder = Path(part).is_dir()
+        # glob passes over hidden files, such as the ._NAME of a Mac.
+        found = sorted(map(Path, glob(f"{pattern}/**" if is_folder else pattern, recursive=True)))
+        found = [path for path in found if not path.is_dir() and (path.name.endswith(suffixes) or not is_folder)]
+        if not found and not is_folder:
+            fail(f"--source {part} matches no file; check the path, or see --help for other sources")
+        paths += found
     if not paths:
         fail(f"--source {spec} holds no {endings} file; check the path")
     seen: set[Path] = set()
     for path in paths:
         if not path.name.endswith(suffixes):
             fail(f"--source file {path} has an unknown ending; use one of {endings}")
+        if not path.exists():
+            fail(f"--source file {path} is a link to a file that does not exist; restore the file or remove the link")
         if path.resolve() in seen:
             fail(f"--source names the file {path} twice; name it once")
         seen.add(path.resolve())
@@ -324,6 +324,7 @@ def interleaved_documents(
     So each stretch of the text holds all files in proportion to their bytes.
     """
     paths = tuple(file.fetch() for file in files)
+    allow_open_files(len(paths))
     sizes = count_text(paths, text_field)
     readers = [documents_in(path, text_field, empty) for path in paths]
     parts = [(0.0, i) for i in range(len(paths))]  # of each file: how much was read, from 0 to 1
@@ -335,6 +336,18 @@ def interleaved_documents(
         else:
             heapq.heapreplace(parts, (part + len(text.encode()) / sizes[i], i))
             yield text
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit of open files of this process, which is 1,024 on most systems, where that is too low."""
+    with contextlib.suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
+        except ValueError:
+            fail(f"--interleave opens {count} files at a time, the system allows {hard}; raise ulimit -n or join files")
 
 
 @functools.cache  # each split is a pass of its own

@@ -17,6 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SECONDS = 110.0  # no new measurement later than that
+NAMES = ("ce", "sym", "mlp", "attention", "qkv", "fp8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}; default all")
+    add("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(NAMES):
+        parser.error(f"unknown part {unknown.pop()}; use {', '.join(NAMES)}")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 import torch
@@ -26,7 +44,6 @@ import train_medium as M
 import train_small as K
 
 START = time.perf_counter()
-SECONDS = 110.0  # no new measurement later than that
 TABLE = []  # the lines printed at the end
 FAILED = []  # names of what failed
 LIMIT = {}  # what the device reaches: "bf16" and "fp8" in TFLOP/s, "copy" in GB/s
@@ -361,27 +378,14 @@ def time_fp8() -> None:
             timed(name, both_ways, flop=part.flop, kind=kind, graph=True)
 
 
-PARTS = {
-    "ce": time_ce,
-    "sym": time_sym,
-    "mlp": time_mlp,
-    "attention": time_attention,
-    "qkv": time_qkv,
-    "fp8": time_fp8,
-}
+PARTS = dict(zip(NAMES, (time_ce, time_sym, time_mlp, time_attention, time_qkv, time_fp8), strict=True))
 
 
 def main() -> int:
     global SECONDS
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
-    add("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
-    args = parser.parse_args()
+    args = parse()
     SECONDS = args.seconds
     parts = args.parts or list(PARTS)
-    if set(parts) - set(PARTS):
-        parser.error(f"unknown part {(set(parts) - set(PARTS)).pop()}; use {', '.join(PARTS)}")
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
         sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
     if not K.fits_fp8(randn(8, 8)):

@@ -14,6 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
@@ -47,9 +57,7 @@ def embed(run_dir: Path) -> np.ndarray:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    args = parser.parse_args()
+    args = parse()
     transformers.logging.set_verbosity_error()
     modules = (torch, transformers, sentence_transformers)
     print(", ".join(f"{module.__name__} {module.__version__}" for module in modules))

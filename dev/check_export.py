@@ -19,6 +19,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
@@ -250,9 +260,7 @@ def serving(root: Path, run_dir: Path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An exported model in TRL, PEFT and the harness.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    run_dir = parser.parse_args().run_dir.resolve()
+    run_dir = parse().run_dir.resolve()
     transformers.logging.set_verbosity_error()
     versions = [f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl, peft)]
     print(", ".join([*versions, f"lm_eval {lm_eval.__version__}"]))

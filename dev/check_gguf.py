@@ -17,6 +17,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN", type=Path)
+    parser.add_argument("sources", nargs="+", metavar="SOURCE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "runs"), str(ROOT / "data")]
 import export
@@ -75,10 +86,7 @@ def compare_greedy(run, prompts: list, found: list) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", metavar="RUN", type=Path)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE")
-    args = parser.parse_args()
+    args = parse()
     run = engine.load_run(args.run_dir, device="cpu")
     run.model.float()
     context = run.model.config.max_seq_len

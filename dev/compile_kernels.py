@@ -21,6 +21,26 @@ import sys
 import tempfile
 from pathlib import Path
 
+# KiB that one program may have: table of compute capabilities in NVIDIA's CUDA C++ Programming Guide.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+def parse() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--script", default="train_small.py")
+    parser.add_argument("--quick", action="store_true", help="the largest form of each kernel")
+    parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])
+    args = parser.parse_args()
+    if unknown := set(args.archs) - set(SHARED):
+        known = ", ".join(map(str, SHARED))
+        raise SystemExit(f"compute capability {unknown.pop()} is none of {known}")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
@@ -32,8 +52,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# KiB that one program may have: table of compute capabilities in NVIDIA's CUDA C++ Programming Guide.
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 CAP = (23.0, 5.0, 7.5)
 
 
@@ -119,15 +137,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--script", default="train_small.py")
-    parser.add_argument("--quick", action="store_true", help="the largest form of each kernel")
-    parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])
-    args = parser.parse_args()
-    if unknown := set(args.archs) - set(SHARED):
-        known = ", ".join(map(str, SHARED))
-        raise SystemExit(f"compute capability {unknown.pop()} is none of {known}")
+    args = parse()
     device = NoDevice()
     driver.set_active(device)
     seen = set()  # hashes of kernels

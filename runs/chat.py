@@ -26,8 +26,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from lib import chat_format, engine
 from lib.command import RunError, first_line, run_command
 from lib.command import print_note as say  # stdout holds nothing but the answers
 
@@ -41,6 +39,38 @@ To start a message with a slash, type two. A line that ends with \\ continues on
 TIMEOUT = 300  # seconds without a word from the server
 MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
 HISTORY_LINES = 1000
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
+    add("--model", help="name of the model on the server (default: the first one)")
+    add("--prompt", help="answer this message and end")
+    add("--system", default="", help="instructions ahead of the conversation")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
+    add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
+    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
+    add("--max-tokens", type=int, help=f"longest answer (default: {MAX_TOKENS}; of a server: its own)")
+    add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    args = parser.parse_args(argv)
+    if (args.run_dir is None) == (args.endpoint is None):
+        parser.error("name either a run directory or --endpoint URL")
+    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
+        parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
+    if args.prompt is not None and not args.prompt.strip():
+        parser.error("--prompt is empty; give it a text")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
+import torch
+from lib import chat_format, engine
 
 
 def fit(backend, system: str, messages: list[dict]):
@@ -421,31 +451,6 @@ def use_history() -> None:
         return
     readline.set_history_length(HISTORY_LINES)
     atexit.register(readline.write_history_file, path)
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
-    add("--model", help="name of the model on the server (default: the first one)")
-    add("--prompt", help="answer this message and end")
-    add("--system", default="", help="instructions ahead of the conversation")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
-    add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
-    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
-    add("--max-tokens", type=int, help=f"longest answer (default: {MAX_TOKENS}; of a server: its own)")
-    add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--device", help="cuda, mps or cpu (default: the best available)")
-    args = parser.parse_args(argv)
-    if (args.run_dir is None) == (args.endpoint is None):
-        parser.error("name either a run directory or --endpoint URL")
-    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
-        parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
-    if args.prompt is not None and not args.prompt.strip():
-        parser.error("--prompt is empty; give it a text")
-    return args
 
 
 def talk(args: argparse.Namespace) -> bool:

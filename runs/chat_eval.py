@@ -1,7 +1,8 @@
-"""Scores a finetuned run on six chat tasks and gives their mean, ChatCORE.
+"""Scores a finetuned run on up to six chat tasks, and gives the mean of all six, ChatCORE.
 
-    python runs/chat_eval.py out/RUN                              tasks from Hugging Face
-    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 random items of each
+    python runs/chat_eval.py out/RUN                              the four of Hugging Face that run no programs
+    python runs/chat_eval.py out/RUN --files FOLDER --run-code    all six, from own files
+    python runs/chat_eval.py out/RUN --limit 200                  200 random items of each
     torchrun --standalone --nproc_per_node=8 runs/chat_eval.py out/RUN
 
     arc_easy, arc_challenge, mmlu   the most likely letter is the answer, scored in packs as CORE is
@@ -9,10 +10,9 @@
     humaneval    Python functions, run against their tests; only with --run-code
     spelling     words that data/sft.py keeps out of training: to spell, or to count a letter of
 
-ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over the tasks that ran; guessing
-scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to
-chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; the last line on
-stdout is one JSON object.
+ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left out; guessing
+scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to chat_eval.csv and the
+answers to chat_eval_samples.jsonl in the run directory; the last line on stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
 .jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
@@ -44,14 +44,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import score_core
-from lib import chat_format, engine
 from lib.command import RunError, run_command, say
-from tqdm import tqdm
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-import sft
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,37 @@ TASKS = {
     "spelling": Task("", "", (), 0.0, 128),
 }
 # fmt: on
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="finetuned run")
+    add("--files", type=Path, metavar="FOLDER", help="task files (default: downloaded)")
+    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
+    add("--limit", type=int, default=0, metavar="N", help="random items of a task (default: all)")
+    add("--run-code", action="store_true", help="score humaneval; its programs can reach all files")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    args = parser.parse_args(argv)
+    args.tasks = [task for task in args.tasks.split(",") if task]
+    if unknown := set(args.tasks) - set(TASKS):
+        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
+    if args.files and not args.files.is_dir():
+        parser.error(f"--files {args.files} is no folder; name one that holds task files")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
+import numpy as np
+import score_core
+from lib import chat_format, engine
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import sft
+
 SPELLING_ITEMS = 512
 LETTERS = "ABCDEFGHIJ"
 
@@ -380,11 +404,8 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
     samples = []
-    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE")
+    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE", len(TASKS))
     *table, total = rows
-    left_out = [name for name in TASKS if name not in [row.task for row in table]]
-    if left_out:
-        say(f"note: the mean of {len(table)} tasks, without {', '.join(left_out)}")
     if ranks.is_main:
         score_core.write_table(args.run_dir / "chat_eval.csv", rows)
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)
@@ -396,20 +417,7 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="finetuned run")
-    add("--files", type=Path, metavar="FOLDER", help="task files (default: downloaded)")
-    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
-    add("--limit", type=int, default=0, metavar="N", help="random items of a task (default: all)")
-    add("--run-code", action="store_true", help="score humaneval; its programs can reach all files")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    args = parser.parse_args(argv)
-    args.tasks = [task for task in args.tasks.split(",") if task]
-    if unknown := set(args.tasks) - set(TASKS):
-        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-    if args.files and not args.files.is_dir():
-        parser.error(f"--files {args.files} is no folder; name one that holds task files")
+    args = parse(argv)
 
     def work() -> dict:
         run = engine.load_run(args.run_dir, args.step)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import report
 from lib.command import RunError, run_command
-from lib.engine import import_script
+from lib.tuning import read_data
 
 HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
@@ -48,7 +48,7 @@ def xz(text: bytes) -> int:
 def compare(script, run_dir: Path) -> str:
     """The table as markdown. Raises: RunError"""
     config = script.read_config(run_dir)
-    dataset = script.Dataset.open(config.data)
+    dataset = read_data(script.Dataset.open, config.data)
     if script.read_description(run_dir)["dataset_fingerprint"] != dataset.info.get("fingerprint"):
         raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     documents = script.scored_documents(script.validation_documents(dataset, config), config)
@@ -84,6 +84,8 @@ def main() -> int:
     run_dir = parser.parse_args().run_dir
 
     def work() -> None:
+        from lib.engine import import_script  # with PyTorch, for which --help need not wait
+
         table = compare(import_script(run_dir), run_dir)
         print(table, end="")
         if (run_dir / "report.md").is_file():

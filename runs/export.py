@@ -23,11 +23,40 @@ import shutil
 import sys
 from pathlib import Path
 
+from lib.command import RunError, run_command
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("--out", type=Path, help="folder to write, for transformers")
+    add("--gguf", type=Path, metavar="FILE", help="file to write, for llama.cpp")
+    add("--type", choices=("f32", "f16", "q8_0"), default="f16", help="of --gguf (default f16)")
+    add("--step", type=int, help="checkpoint to take (default: the newest)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --out (default float32)")
+    add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
+    add("--license", help="for the model card, as the hub spells it, e.g. mit")
+    add("--language", default="en", help="for the model card (default: en)")
+    add("--push", metavar="OWNER/NAME", help="send --out to the hub too")
+    args = parser.parse_args(argv)
+    if not (args.out or args.gguf):
+        parser.error("give --out DIR, --gguf FILE, or both")
+    if args.push and not args.out:
+        parser.error("--push sends a folder; give --out DIR")
+    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
+    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+        parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 import report
 import torch
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, is_chat_run
-from lib.command import RunError, run_command
 from lib.engine import load_run
 from safetensors.torch import save_file
 from torch import Tensor
@@ -368,30 +397,6 @@ def push(folder: Path, repo: str) -> None:
     options = {"repo_id": repo, "folder_path": folder, "commit_message": "Add the model"}
     hub.reach(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
     print(f"sent {folder} to {repo}")
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
-    add("--out", type=Path, help="folder to write, for transformers")
-    add("--gguf", type=Path, metavar="FILE", help="file to write, for llama.cpp")
-    add("--type", choices=export_portable.TYPES, default="f16", help="of --gguf (default f16)")
-    add("--step", type=int, help="checkpoint to take (default: the newest)")
-    add("--dtype", choices=list(DTYPES), default="float32", help="of --out (default float32)")
-    add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
-    add("--license", help="for the model card, as the hub spells it, e.g. mit")
-    add("--language", default="en", help="for the model card (default: en)")
-    add("--push", metavar="OWNER/NAME", help="send --out to the hub too")
-    args = parser.parse_args(argv)
-    if not (args.out or args.gguf):
-        parser.error("give --out DIR, --gguf FILE, or both")
-    if args.push and not args.out:
-        parser.error("--push sends a folder; give --out DIR")
-    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
-    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-        parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
-    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,11 +14,23 @@ import argparse
 import sys
 from pathlib import Path
 
+from lib.command import run_command
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 import finetune_encoder
 import torch
 import train_encoder as encoder
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
-from lib.command import run_command
 from lib.export_portable import sizes
 from torch import Tensor
 
@@ -100,10 +112,7 @@ def export(run_dir: Path, out: Path) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     return run_command(lambda: export(args.run, args.out))
 
 

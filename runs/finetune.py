@@ -22,7 +22,6 @@ runs/chat.py; score it with runs/chat_eval.py.
 
 import argparse
 import dataclasses
-import hashlib
 import math
 import sys
 from collections.abc import Iterator
@@ -31,9 +30,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from lib import engine
-from lib.command import RunError, print_note, run_command
-from lib.tuning import best_fit, load_source, stage_config, tool_entries
+from lib import tuning
+from lib.command import RunError, run_command
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -55,9 +53,10 @@ class Conversations:
 
     def __init__(self, dataset, split: str, config):
         self.bos_id = dataset.tokenizer.bos_id
-        shards = [read_shard(dataset, path) for path in dataset.files(split, "sft")]
-        self.tokens = np.concatenate([tokens for tokens, _ in shards])
-        self.counted = np.concatenate([counted for _, counted in shards])
+        paths = dataset.files(split, "sft")
+        self.tokens = np.concatenate([dataset.read(path) for path in paths])
+        masks = [dataset.read(path.with_suffix(".mask.bin")) for path in paths]
+        self.counted = np.concatenate(masks) == 1  # which tokens count as targets
         starts = np.flatnonzero(self.tokens == self.bos_id)
         self.borders = np.append(starts, len(self.tokens))
 
@@ -74,7 +73,7 @@ class Conversations:
         self.packs = []
         for epoch in range(config.max_epochs):
             order = np.random.default_rng([config.seed, epoch]).permutation(self.count)
-            self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+            self.packs += tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
         self.seek({"pack": 0})
 
     def seek(self, reader_state: dict) -> None:
@@ -94,11 +93,6 @@ class Conversations:
             yield self.read(i)
 
 
-def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a shard, uint16 (n,), and which of them count as targets, bool (n,)."""
-    return dataset.read(path), dataset.read(path.with_suffix(".mask.bin")) == 1
-
-
 # ---- the run
 
 
@@ -116,14 +110,14 @@ class Settings:
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = script.newest_whole(run_dir, print_note)
+    checkpoint = tuning.newest_checkpoint(script, run_dir)
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
     settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
-    base = stage_config(script, checkpoint, packs, lr)
+    base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
-    dataset = script.Dataset.open(config.data)
+    dataset = tuning.read_data(script.Dataset.open, config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         way = f"make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
         wrong = f"{dataset.root} has another tokenizer than {run_dir}"
@@ -153,7 +147,7 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
             wrong = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {wrong}; leave it out, or start a new run")
     config = script.change_config(script.read_config(run_dir), args)
-    return make_job(script, config, script.Dataset.open(config.data), settings)
+    return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
 
 
 def make_job(script: ModuleType, config, dataset, settings: Settings):
@@ -175,20 +169,13 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         tokenizer=dataset.tokenizer,
         reader=conversations,
         validation=(held_out.read(i) for i in range(held_out.count)),
-        fingerprint=fingerprint(dataset.info["files"]),
+        fingerprint=dataset.info.get("sft", {}).get("fingerprint", ""),  # older datasets state none
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=lambda state: load_source(script, state, source, settings.moments),
-        **tool_entries("finetune", __file__, dataclasses.asdict(settings)),
+        load_start=lambda state: tuning.load_source(script, state, source, settings.moments),
+        **tuning.tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
     )
-
-
-def fingerprint(files: dict) -> str:
-    """One sha256 for what is read: the tokenizer and the shards of conversations."""
-    read = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith("sft/")]
-    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in read)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 # ---- the command line
@@ -227,7 +214,9 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
 
 def finetune(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    script = engine.import_script(script_directory(argv))
+    from lib.engine import import_script  # with PyTorch, for which --help need not wait
+
+    script = import_script(script_directory(argv))
     args = build_parser(script).parse_args(argv)
     args.flags = list(argv)
     job = resumed_job(script, args) if args.resume else new_job(script, args)

@@ -31,19 +31,50 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from lib.command import RunError, add_flags, check_settings, read_flags, run_command
+from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from scipy import sparse
+
+
+class Settings(BaseModel):
+    """The settings of a run, from its flags; the entry "contrast" of config.json."""
+
+    run: Path
+    checkpoint: str  # name of the one it started from
+    pairs: Path = Field(description="file to train on, see data/pairs.py")
+    val_pairs: Path = Field(description="file to score on")
+    steps: int = Field(1000, ge=1, description="length of the run")
+    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
+    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
+    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
+    temperature: float = Field(0.05, gt=0, description="of the similarities")
+    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
+    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
+    seed: int = Field(0, ge=0, description="of the order of the pairs")
+    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
+    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
+    log_every: int = Field(10, ge=1, description="steps between lines of the log")
+    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
+
+
+def add_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
+    score_only = "score RUN on --val-pairs and train nothing"
+    parser.add_argument("--score-only", action="store_true", help=score_only)
+    add_flags(parser, Settings.model_fields)
+
+
+if __name__ == "__main__":
+    read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
-from lib.command import RunError, add_flags, check_settings, print_note, run_command
-from lib.tuning import load_source
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from safetensors.torch import load_file
-from scipy import sparse
 from torch import Tensor
-
-script = encoder.script
-script.UserError = RunError  # what its functions raise, and those of encoder
+from train_encoder import script
 
 # ---- pairs
 
@@ -116,7 +147,7 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
 
 
 class Task(NamedTuple):
-    """A retrieval task: each query against all documents. Keys are indices of texts."""
+    """A retrieval task: each query against all documents but its own text. Keys are indices of texts."""
 
     documents: dict[int, int]  # numbers them
     relevant: dict[int, set[int]]  # for each query, numbers of documents
@@ -131,20 +162,25 @@ def retrieval_task(pairs: list[Pair]) -> Task:
     return Task(documents, relevant)
 
 
-def ranking_scores(rankings: np.ndarray, relevant: Iterable[set[int]]) -> dict[str, float]:
-    """nDCG@10 and recall@10, means over queries. Each row of rankings holds the first ten documents."""
+def own_text(task: Task, query: int) -> set[int]:
+    """The number of a query's own text, if that is a document; none if it is an answer."""
+    return {task.documents.get(query)} - {None} - task.relevant[query]
+
+
+def ranking_scores(task: Task, scores: Iterable[np.ndarray]) -> dict[str, float]:
+    """nDCG@10 and recall@10, means over queries.
+
+    Args: scores of all documents for each query of the task; that of its own text is overwritten
+    """
     gains = 1 / np.log2(np.arange(2, 12))
     ndcg = []
     recall = []
-    for ranking, wanted in zip(rankings, relevant, strict=True):
-        hits = np.array([int(document) in wanted for document in ranking[:10]], float)
-        ndcg.append((hits * gains[: len(hits)]).sum() / gains[: min(10, len(wanted))].sum())
-        recall.append(hits.sum() / len(wanted))
+    for (query, relevant), row in zip(task.relevant.items(), scores, strict=True):
+        row[list(own_text(task, query))] = -math.inf
+        hits = np.isin(np.argsort(-row, kind="stable")[:10], list(relevant))
+        ndcg.append((hits * gains[: len(hits)]).sum() / gains[: min(10, len(relevant))].sum())
+        recall.append(hits.sum() / len(relevant))
     return {"ndcg@10": float(np.mean(ndcg)), "recall@10": float(np.mean(recall))}
-
-
-def first_ten(scores: np.ndarray) -> np.ndarray:
-    return np.argsort(-scores, kind="stable")[:10]
 
 
 def count_words(texts: list[str], columns: dict[str, int]) -> sparse.csr_array:
@@ -177,8 +213,7 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     documents = [data.texts[i] for i in task.documents]
     queries = [data.texts[i] for i in task.relevant]
-    rankings = [first_ten(scores) for scores in bm25(documents, queries)]
-    found = ranking_scores(rankings, task.relevant.values())
+    found = ranking_scores(task, bm25(documents, queries))
     return {f"bm25_{name}": score for name, score in found.items()}
 
 
@@ -231,7 +266,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
 def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
-    Another positive of the same query is no wrong answer, so it is left out.
+    Another positive of the same query is no wrong answer, nor is the query's own text, so they are left out.
     Args: row[i] the row of embeddings_ND that text i has
     """
     task = retrieval_task(pairs)
@@ -240,9 +275,8 @@ def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: fl
     similarity = queries @ documents.T
     right = [task.documents[pair.positive] for pair in pairs]
     for number, pair in enumerate(pairs):
-        others = task.relevant[pair.query] - {right[number]}
-        if others:
-            similarity[number, list(others)] = -math.inf
+        others = task.relevant[pair.query] - {right[number]} | own_text(task, pair.query)
+        similarity[number, list(others)] = -math.inf
     targets = torch.tensor(right, device=similarity.device)
     return F.cross_entropy(similarity / temperature, targets)
 
@@ -255,10 +289,9 @@ def texts_of(pairs: list[Pair]) -> list[int]:
 def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
-    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its
-    gradient is that of its own texts. A share that takes several micro-batches is embedded twice:
-    first all of it without a graph, then a micro-batch at a time with the gradients of its
-    embeddings (arXiv 2101.06983).
+    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its gradient is that of
+    its own texts. A share that takes several micro-batches is embedded twice: first all of it without a graph, then a
+    micro-batch at a time with the gradients of its embeddings (arXiv 2101.06983).
     """
     ranks = state.ranks
     texts = texts_of(pairs)
@@ -290,45 +323,21 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     embeddings = embed_all(state, data.sequences)
     documents = embeddings[list(task.documents)]
-    rankings = []
-    for part in torch.tensor(list(task.relevant)).split(1024):
-        similarity = (embeddings[part.to(embeddings.device)] @ documents.T).cpu().numpy()
-        rankings += [first_ten(row) for row in similarity]
-    return ranking_scores(rankings, task.relevant.values())
+    parts = embeddings[list(task.relevant)].split(1024)
+    return ranking_scores(task, (row for part in parts for row in (part @ documents.T).cpu().numpy()))
 
 
 # ---- the run
 
 
-class Settings(BaseModel):
-    """The settings of a run, from its flags; the entry "contrast" of config.json."""
-
-    run: Path
-    checkpoint: str  # name of the one it started from
-    pairs: Path = Field(description="file to train on, see data/pairs.py")
-    val_pairs: Path = Field(description="file to score on")
-    steps: int = Field(1000, ge=1, description="length of the run")
-    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
-    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
-    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
-    temperature: float = Field(0.05, gt=0, description="of the similarities")
-    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
-    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
-    seed: int = Field(0, ge=0, description="of the order of the pairs")
-    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
-    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
-    log_every: int = Field(10, ge=1, description="steps between lines of the log")
-    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
-
-
 def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     """The Config and the settings of a run that starts from args.run."""
     base, _ = encoder.read_run(args.run)
-    folder = script.newest_whole(args.run, print_note)
+    folder = newest_checkpoint(script, args.run)
     settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
     settings.max_len = min(settings.max_len, base.max_seq_len)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
-    config = dataclasses.replace(base, **encoder.fields_of(settings), cooldown=1.0, lr_floor=0.0)
+    config = dataclasses.replace(base, **settings.model_dump(), cooldown=1.0, lr_floor=0.0)
     return config, settings
 
 
@@ -356,7 +365,7 @@ def finetune(args: argparse.Namespace) -> dict:
     else:
         config, settings = new_run(args)
         home = settings.run
-    job = make_job(config, settings, script.Tokenizer(home / "tokenizer.json"))
+    job = make_job(config, settings, read_data(script.Tokenizer, home / "tokenizer.json"))
     return script.train(config, args, job)
 
 
@@ -374,7 +383,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     source = settings.run / "checkpoints" / settings.checkpoint
     files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
     digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
-    scripts = (encoder.__file__, __file__)
+    contrast = {"contrast": settings.model_dump(mode="json")}
     return script.Job(
         config=config,
         tokenizer=tokenizer,
@@ -386,14 +395,14 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         step=lambda state, batch: contrast_step(state, train, batch.pairs, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **encoder.script_entries(*scripts, contrast=settings.model_dump(mode="json")),
+        **tool_entries("finetune_encoder", contrast, encoder.__file__, __file__),
     )
 
 
 def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
     """The newest model of a run in fp32 on the CPU, its config.json and its step."""
     config, description = encoder.read_run(run_dir)
-    folder = script.newest_whole(run_dir, print_note, ("model.safetensors",))
+    folder = newest_checkpoint(script, run_dir, ("model.safetensors",))
     model = encoder.Encoder(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), description, int(folder.name[5:])
@@ -413,23 +422,13 @@ def score(args: argparse.Namespace) -> dict:
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(settings.val_pairs, settings.negatives)
-    data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), longest_text(description))
+    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), longest_text(description))
     counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 
 
-# ---- command line
-
-
-def add_all_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory to start from")
-    add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
-    add_flags(parser, Settings.model_fields)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = encoder.read_flags(argv, __doc__, add_all_flags)
+    args = read_flags(argv, __doc__, add_new)
     work = score if "score_only" in args else finetune
     return run_command(lambda: work(args))
 

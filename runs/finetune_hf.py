@@ -34,28 +34,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
-import numpy as np
-import peft
-import report
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from datasets.fingerprint import Hasher
 from lib.command import RunError, add_flags, check_settings, first_line, run_command, say
-from lib.tuning import best_fit
 from pydantic import BaseModel, Field
-from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from train_small import peak_flops
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
@@ -104,6 +84,60 @@ class Config(BaseModel, extra="forbid"):
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
     wandb: str | None = Field(None, description="project of Weights & Biases")
 
+
+class ReadFile(argparse.Action):
+    """Takes the settings of a TOML file, or those of a run from its config.json."""
+
+    def __call__(self, parser, namespace, file, flag=None):
+        text = file.read_text(encoding="utf-8")
+        with explain(f"{file} cannot be understood", "correct that line"):
+            found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+            data = found.pop("data", {})
+            found |= {f"data.{name}": value for name, value in data.items()}
+        vars(namespace).update(found)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A flag for each setting. What is not given is not in the result."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prefix_chars="-@",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("command", nargs="?", help="sft or pretrain")
+    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
+    add_flags(parser, Config.model_fields)
+    add_flags(parser, Source.model_fields, "data.")
+    return parser
+
+
+if __name__ == "__main__" and (not sys.argv[1:] or {"-h", "--help"} & {*sys.argv}):
+    build_parser().parse_args(["--help"])  # need not wait for PyTorch
+
+import datasets
+import numpy as np
+import peft
+import report
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from datasets.fingerprint import Hasher
+from lib.tuning import best_fit
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from train_small import peak_flops
 
 # ---- training
 
@@ -828,36 +862,6 @@ def explain(what: str, advice: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise RunError(f"{what} ({type(error).__name__}: {first_line(error)[:200]}); {advice}") from None
-
-
-class ReadFile(argparse.Action):
-    """Takes the settings of a TOML file, or those of a run from its config.json."""
-
-    def __call__(self, parser, namespace, file, flag=None):
-        text = file.read_text(encoding="utf-8")
-        with explain(f"{file} cannot be understood", "correct that line"):
-            found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-            data = found.pop("data", {})
-            found |= {f"data.{name}": value for name, value in data.items()}
-        vars(namespace).update(found)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """A flag for each setting. What is not given is not in the result."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        prefix_chars="-@",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("command", nargs="?", help="sft or pretrain")
-    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
-    add_flags(parser, Config.model_fields)
-    add_flags(parser, Source.model_fields, "data.")
-    return parser
 
 
 def make_config(argv: list[str]) -> Config:

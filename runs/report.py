@@ -3,10 +3,9 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also during a run. The samples
-are of the newest checkpoint: after pretraining it continues the first words of three held-out
-documents, after finetuning it answers three questions. A report of reinforcement learning shows the
-answers to held-out questions before and after, which are in the log.
+Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
+after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
+A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from lib.command import RunError, first_line, run_command
 
@@ -81,10 +81,8 @@ def read_result(run_dir: Path, entries: list[dict]) -> dict:
 
 def latest(entries: list[dict]) -> dict:
     """The newest value of each metric in a log."""
-    result = {}
-    for entry in entries:
-        result |= entry
-    return result | {"steps": result.get("step", 0), "peak_memory_gib": result.get("memory_gib", 0)}
+    newest = {name: value for entry in entries for name, value in entry.items()}
+    return newest | {"steps": newest.get("step", 0), "peak_memory_gib": newest.get("memory_gib", 0)}
 
 
 # ---- the table
@@ -162,13 +160,9 @@ def plotted(entries: list[dict]) -> list[str]:
 
 def smooth_rewards(entries: list[dict]) -> list[dict]:
     """Further entries with the mean reward of the last steps, for all but the first few."""
-    steps = [entry["step"] for entry in entries if "reward" in entry]
-    rewards = [entry["reward"] for entry in entries if "reward" in entry]
-    found = []
-    for end in range(SMOOTHED, len(steps) + 1):
-        mean = sum(rewards[end - SMOOTHED : end]) / SMOOTHED
-        found.append({"step": steps[end - 1], "mean_reward": mean})
-    return found
+    found = [entry for entry in entries if "reward" in entry]
+    spans = [found[i : i + SMOOTHED] for i in range(len(found) - SMOOTHED + 1)]
+    return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
 
 
 def plot_curves(entries: list[dict], title: str):

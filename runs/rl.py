@@ -5,10 +5,9 @@
     torchrun --standalone --nproc_per_node=8 runs/rl.py out/SFT --task gsm8k
     python runs/rl.py --resume --run-dir out/RL
 
-A step samples --samples answers to each of --prompts questions with the current weights, at temperature
-1 from the whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the
-mean over the answers to the same question. As in nanochat there is no division by their spread, no
-reference model and no clipping. The loss is
+A step samples --samples answers to each of --prompts questions with the current weights, at temperature 1 from the
+whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the mean over the answers to the
+same question. As in nanochat there is no division by their spread, no reference model and no clipping. The loss is
 
     sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
@@ -22,11 +21,10 @@ right digits. An answer that does not end right after its number is wrong: a mod
 for the number alone forgot to stop. Held-out questions are answered before the first step, every
 --eval-every steps and at the end: greedily, and --eval-samples times at temperature 1 for pass@k.
 
-The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds
-this script too. Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train*
-and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are
-downloaded from Hugging Face. A model that was finetuned on general conversations may know no sums:
-data/sft.py --source addition:COUNT:DIGITS shows it the form.
+The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds this script too.
+Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as
+.jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are downloaded from Hugging Face. A model that was
+finetuned on general conversations may know no sums: data/sft.py --source addition:COUNT:DIGITS shows it the form.
 """
 
 import argparse
@@ -42,13 +40,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-import chat_eval
 import numpy as np
-import sft
-import torch
-from chat_eval import Item, complete, sum_over_ranks
-from lib import chat_format, engine, tuning
-from lib.command import RunError, add_flags, check_settings, print_note, run_command
+from lib import chat_format, tuning
+from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
@@ -83,6 +77,22 @@ class Settings(BaseModel):
     log_every: int = Field(1, ge=1, description="steps between lines of the log")
     rows: int = Field(256, ge=1, description="answers to sample at a time")
     seed: int = Field(0, ge=0, description="of questions and answers")
+
+
+def add_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN", help="finetuned run to start from")
+    parser.add_argument("--no-compile", action="store_true", help="quicker start")
+    add_flags(parser, Settings.model_fields)
+
+
+if __name__ == "__main__":
+    read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
+
+import chat_eval
+import sft
+import torch
+from chat_eval import Item, complete, sum_over_ranks
+from lib import engine
 
 
 @dataclass(frozen=True)
@@ -405,14 +415,14 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
     Args: home the run to start from or, to resume it, the run itself
     """
-    checkpoint = script.newest_whole(home, print_note)
+    checkpoint = tuning.newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
     # many of them as its answers need.
     world = script.start_ranks().world
     tokens = settings.steps * world * config.pack_tokens
     config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
-    tokenizer = script.Tokenizer(home / "tokenizer.json")
+    tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
 
     def fits(question: str) -> bool:
@@ -433,36 +443,11 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
         step=learner.step,
         evaluate=learner.evaluate,
         flops=lambda config, positions: 0.0,  # of sampling, nobody has counted them
-        **tuning.tool_entries("rl", __file__, settings.model_dump()),
+        **tuning.tool_entries("rl", {"rl": settings.model_dump()}, __file__),
     )
 
 
 # ---- the command line
-
-
-def build_parser(resume: bool) -> argparse.ArgumentParser:
-    """The flags of a run, or those beside --resume. What is not given is not in the result."""
-    parser = argparse.ArgumentParser(
-        description="Reinforcement learning on a finetuned run.",
-        argument_default=argparse.SUPPRESS,
-    )
-    add = parser.add_argument
-    where = "where to write the run (default: under out/)"
-    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
-    add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
-    if not resume:
-        add("source", metavar="RUN", help="finetuned run to start from")
-        add("--no-compile", action="store_true", help="quicker start")
-        add_flags(parser, Settings.model_fields)
-    return parser
-
-
-def parse(argv: list[str]) -> tuple[Path, argparse.Namespace]:
-    """The run directory to start from or to continue, and the flags that were given."""
-    unset = {"run_dir": None, "resume": False, "resume_changed": False, "set": []}
-    args = argparse.Namespace(flags=list(argv), **unset)
-    build_parser("--resume" in argv).parse_args(argv, args)
-    return args.run_dir if args.resume else Path(args.source), args
 
 
 def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> Settings:
@@ -473,17 +458,17 @@ def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> S
     return check_settings(Settings, given)
 
 
-def reinforce(argv: list[str]) -> dict:
+def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    home, args = parse(argv)
+    home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
     job = make_job(script, home, read_settings(script, home, args), args.resume)
     return script.train(job.config, args, job)
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: reinforce(argv))
+    args = read_flags(argv, __doc__, add_new)
+    return run_command(lambda: reinforce(args))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,32 @@ import sys
 import time
 from pathlib import Path
 
+from lib.command import RunError, run_command
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
+    add("--tokens", type=int, default=128, help="most new tokens for each prompt [%(default)s]")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
+    add("--top-k", type=int, default=50, help="tokens to sample from, 0: all [%(default)s]")
+    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
+    add("--seed", type=int, default=0, help="the same seed gives the same text [%(default)s]")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--attention", metavar="NAME", help="attention backend for the prompt")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--check", action="store_true", help="only compare decoding with the forward pass")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 import torch
 from lib import engine
-from lib.command import RunError, run_command
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits.
@@ -112,21 +135,7 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
-    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="most new tokens for each prompt [%(default)s]")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
-    add("--top-k", type=int, default=50, help="tokens to sample from, 0: all [%(default)s]")
-    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
-    add("--seed", type=int, default=0, help="the same seed gives the same text [%(default)s]")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="only compare decoding with the forward pass")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> dict:

@@ -28,12 +28,35 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from lib.command import RunError, run_command, say
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", type=Path, help="run directory")
+    add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
+    add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
+    add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
+    add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
+    add("--attention", metavar="NAME", help="in place of the run's attention backend")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--no-compile", action="store_true", help="quicker start, slower scoring")
+    args = parser.parse_args(argv)
+    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
+        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from lib import engine
-from lib.command import RunError, run_command, say
 from lib.engine import adjacent_heads, jit, tl, triton, use_triton
+from lib.tuning import read_data
 from torch import Tensor
 
 NUM_TASKS = 22
@@ -420,17 +443,16 @@ class TaskScore(NamedTuple):
     task: str
     items: int
     accuracy: float | None
-    centered: float  # (accuracy - guessing) / (1 - guessing)
+    centered: float | None  # (accuracy - guessing) / (1 - guessing); None for the mean if a task is missing
     seconds: float
 
     def line(self) -> str:
-        accuracy = "" if self.accuracy is None else f"{self.accuracy:.4f}"
-        numbers = f"{accuracy:>9} {self.centered:9.4f} {self.seconds:8.2f}"
-        return f"{self.task:34} {self.items:7,} {numbers}"
+        accuracy, centered = ("" if x is None else f"{x:.4f}" for x in (self.accuracy, self.centered))
+        return f"{self.task:34} {self.items:7,} {accuracy:>9} {centered:>9} {self.seconds:8.2f}"
 
 
-def make_table(tasks: Iterable[tuple], name: str) -> list[TaskScore]:
-    """Prints a row for each task, and a last one with their mean; returns the rows.
+def make_table(tasks: Iterable[tuple], name: str, count: int) -> list[TaskScore]:
+    """Prints a row for each task, and a last one with their mean if there are `count`; returns the rows.
 
     Args: tasks: of each its name, which items are right, and the accuracy of guessing; name: of the mean
     """
@@ -445,7 +467,9 @@ def make_table(tasks: Iterable[tuple], name: str) -> list[TaskScore]:
         say(rows[-1].line())
     if not rows:
         raise RunError("no task could be scored; give files with --files")
-    mean = float(np.mean([row.centered for row in rows]))
+    mean = float(np.mean([row.centered for row in rows])) if len(rows) == count else None
+    if mean is None:
+        say(f"note: no {name}, which is the mean of {count} tasks; {len(rows)} were scored")
     total = sum(row.items for row in rows)
     rows.append(TaskScore(name, total, None, mean, time.perf_counter() - begin))
     say(rows[-1].line())
@@ -478,7 +502,7 @@ def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):
     """The dataset of --data or of the run. Raises: RunError if it does not fit the run"""
-    dataset = run.script.Dataset.open(args.data or run.config.data)
+    dataset = read_data(run.script.Dataset.open, args.data or run.config.data)
     root = dataset.root
     if not core_files(dataset):
         add = f"python data/core.py --download --data {root}"
@@ -511,10 +535,8 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
             right = score_task(score, task, size, model.windows, bos_id, ranks)
             yield task.name, right, task.baseline
 
-    rows = make_table(tasks(), "CORE")
+    rows = make_table(tasks(), "CORE", NUM_TASKS)
     core = rows[-1]
-    if len(rows) != NUM_TASKS + 1:
-        say(f"note: {len(rows) - 1} tasks; CORE is the mean over {NUM_TASKS}")
     result = {"core": core.centered, "core_seconds": core.seconds, "core_items": args.items or None}
     if ranks.is_main:
         write_scores(run, args.run_dir, rows, result)
@@ -522,19 +544,7 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
-    add = parser.add_argument
-    add("run_dir", metavar="RUN", type=Path, help="run directory")
-    add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
-    add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
-    add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
-    add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
-    add("--attention", metavar="NAME", help="in place of the run's attention backend")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--no-compile", action="store_true", help="quicker start, slower scoring")
-    args = parser.parse_args(argv)
-    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
-        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    args = parse(argv)
 
     def work() -> dict:
         run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)

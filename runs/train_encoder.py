@@ -4,13 +4,11 @@
     python runs/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/train_encoder.py --data data/shards/mine
 
-It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and
-predicts them from both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers,
-width 768, that of arXiv 2502.19587). Flags set every number; --help lists them. With --resume all of
-them are those that the run began with.
+It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and predicts them from
+both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers, width 768, that of arXiv 2502.19587).
+Flags set every number; --help lists them. With --resume all of them are those that the run began with.
 
-Loop, loader, optimizer, log and checkpoints are those of train_small.py, which must lie
-beside this file or one folder above; a run directory keeps both. The model is that of EuroBERT in
+Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is that of EuroBERT in
 transformers (RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no
 code of its own. runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
 
@@ -20,22 +18,18 @@ vocabulary, L layers, P packs, N texts.
 
 import argparse
 import dataclasses
-import hashlib
 import importlib
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-# A run directory has a copy of train_small.py beside this file; a checkout has it one folder above.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-script = importlib.import_module("train_small")
+from lib.command import RunError, add_flags, check_settings, read_flags
+from lib.tuning import read_data, tool_entries
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 NORM_EPS = 1e-6
 CE_ROWS = 8192  # rows of logits that exist at the same time
@@ -43,50 +37,45 @@ CE_ROWS = 8192  # rows of logits that exist at the same time
 # ---- config
 
 
-def flag(default, help: str):
-    """A field of Config that a flag of the same name sets."""
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run."""
+    """Every number of a run; what has a description is a flag. Unknown names are passed over."""
 
-    num_layers: int = flag(12, "in place of that of --size")
-    width: int = flag(768, "of the hidden states")
+    num_layers: int = Field(12, description="in place of that of --size")
+    width: int = Field(768, description="of the hidden states")
     # 5 % faster than 64 on an H200, the same loss.
-    head_dim: int = flag(128, "width of an attention head")
-    mlp_width: int = flag(2048, "hidden width of the SwiGLU")
-    max_seq_len: int = flag(1024, "longest document; the rest is another one")
+    head_dim: int = Field(128, description="width of an attention head")
+    mlp_width: int = Field(2048, description="hidden width of the SwiGLU")
+    max_seq_len: int = Field(1024, description="longest document; the rest is another one")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
-    data: str = flag("data/shards/climbmix", "dataset directory")
-    mask_rate: float = flag(0.2, "share of the tokens that are masked")
-    pack_tokens: int = flag(8192, "tokens in a pack of documents")
+    data: str = Field("data/shards/climbmix", description="dataset directory")
+    mask_rate: float = Field(0.2, description="share of the tokens that are masked")
+    pack_tokens: int = Field(8192, description="tokens in a pack of documents")
     # Attention looks at as many, whether there are or not.
-    pack_docs: int = flag(64, "most documents in a pack")
-    packs: int = flag(16, "packs in a step, over all GPUs")
-    max_epochs: int = flag(1, "passes over the text that are allowed")
-    val_tokens: int = flag(1_048_576, "held-out tokens to score")
+    pack_docs: int = Field(64, description="most documents in a pack")
+    packs: int = Field(16, description="packs in a step, over all GPUs")
+    max_epochs: int = Field(1, description="passes over the text that are allowed")
+    val_tokens: int = Field(1_048_576, description="held-out tokens to score")
 
-    steps: int = flag(2600, "length of the run")
-    muon_lr: float = flag(0.02, "rate of matrices")
-    adam_lr: float = flag(0.006, "rate of the embedding")
+    steps: int = Field(2600, description="length of the run")
+    muon_lr: float = Field(0.02, description="rate of matrices")
+    adam_lr: float = Field(0.006, description="rate of the embedding")
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rates fall
     lr_floor: float = 0.0  # what they fall to, as a share of the first
 
-    seed: int = flag(0, "of weights and masks")
-    eval_every: int = flag(250, "steps between evaluations, 0: only at the end")
-    save_every: int = flag(0, "steps between checkpoints, 0: only at the end")
-    log_every: int = flag(10, "steps between lines of the log")
+    seed: int = Field(0, description="of weights and masks")
+    eval_every: int = Field(250, description="steps between evaluations, 0: only at the end")
+    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
+    log_every: int = Field(10, description="steps between lines of the log")
     keep_checkpoints: int = 2
-    micro_batch_tokens: int = flag(0, "0: 65,536 on a GPU, else 8,192")
-    attention: str = "auto"
-    dtype: str = "auto"
+    micro_batch_tokens: int = Field(0, description="0: 65,536 on a GPU, else 8,192")
+    attention: Literal["auto", "varlen", "sdpa"] = Field("auto", description="auto, varlen or sdpa")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto, bfloat16 or float32")
     compile: bool = True
 
     # No fields: what train_small.py asks of its own Config.
@@ -124,6 +113,24 @@ class Config:
 
 
 SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
+
+
+def add_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
+    add_flags(parser, Config.__pydantic_fields__)
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="quicker start")
+
+
+if __name__ == "__main__":
+    read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+script = importlib.import_module("train_small")
+script.UserError = RunError  # what its functions raise
 
 
 def parameter_table(config: Config) -> dict:
@@ -374,23 +381,15 @@ def build_state(config: Config, ranks, say: Callable = print):
     return script.TrainState(config, ranks, model, forward, optimizer, packs)
 
 
-def script_entries(*files: str, **settings) -> dict:
-    """Fields of a Job about its scripts, the last of which is the command; --resume compares their hashes."""
-    paths = [Path(file) for file in files]
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
-
-
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     """The Config and config.json of an encoder's run, which must be of a command if one is named."""
     description = script.read_description(run_dir)
-    if "scripts" not in description:
-        raise script.UserError(f"{run_dir} is no run of an encoder; name one that is")
-    if command not in ("", description["command"]):
-        way = f"continue it with python runs/{description['command']}.py --resume"
-        raise script.UserError(f"{run_dir} is another kind of run; {way}")
-    values = description["config"]
-    return Config(**{**values, "momentum": tuple(values["momentum"])}), description
+    found = description.get("command")
+    if found not in ("train_encoder", "finetune_encoder"):
+        raise RunError(f"{run_dir} is no run of an encoder; name one that is")
+    if command not in ("", found):
+        raise RunError(f"{run_dir} is another kind of run; continue it with python runs/{found}.py --resume")
+    return Config(**description["config"]), description
 
 
 # ---- pretraining
@@ -401,22 +400,22 @@ def pretrain(args: argparse.Namespace) -> dict:
     if args.resume:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
-        config = Config(**{**SIZES[args.size], **fields_of(args)})
+        config = check_settings(Config, {**SIZES[args.size], **vars(args)})
     check_config(config, script.start_ranks().world)
-    job = make_job(config, script.Dataset.open(config.data))
+    job = make_job(config, read_data(script.Dataset.open, config.data))
     return script.train(job.config, args, job)
 
 
 def check_config(c: Config, world: int) -> None:
-    """Raises UserError for the first setting that does not fit."""
+    """Raises RunError for the first setting that does not fit."""
     if c.width % c.head_dim or c.head_dim % 2:
-        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
+        raise RunError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
         found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
+        raise RunError(f"{found}; a document must fit into a pack, so change one of them")
     if c.packs % world:
         found = f"--packs {c.packs} do not divide over {world} processes"
-        raise script.UserError(f"{found}; use a number that does")
+        raise RunError(f"{found}; use a number that does")
 
 
 def make_job(config: Config, dataset):
@@ -454,52 +453,13 @@ def make_job(config: Config, dataset):
         loader=lambda run: MaskedPacks(reader, config, run.ranks, is_text, run.state.step),
         evaluate=evaluate,
         flops=flops_per_token,
-        **script_entries(__file__),
+        **tool_entries("train_encoder", {}, __file__),
     )
-
-
-def fields_of(settings) -> dict:
-    """The fields of Config among flags or settings."""
-    names = {field.name for field in dataclasses.fields(Config)}
-    return {name: value for name, value in vars(settings).items() if name in names}
-
-
-# ---- command line
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a new run."""
-    add = parser.add_argument
-    add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
-    for field in dataclasses.fields(Config):
-        if field.metadata:
-            name = "--" + field.name.replace("_", "-")
-            text = f"{field.metadata['help']} (default {field.default})"
-            add(name, type=type(field.default), metavar="X", help=text)
-    add("--attention", choices=("auto", *ATTENTION))
-    add("--dtype", choices=("auto", "bfloat16", "float32"))
-    add("--no-compile", dest="compile", action="store_false", help="quicker start")
-
-
-def read_flags(argv: list[str] | None, doc: str, add_flags: Callable) -> argparse.Namespace:
-    """The given flags, and the defaults of others that train_small.py expects."""
-    flags = sys.argv[1:] if argv is None else list(argv)
-    resume = "--resume" in flags
-    parser = argparse.ArgumentParser(
-        description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
-    add = parser.add_argument
-    where = "what the run writes (default: under out/)"
-    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
-    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
-    if not resume:
-        add_flags(parser)
-    unset = {"run_dir": None, "set": [], "resume_changed": False}
-    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, **unset))
 
 
 def main(argv: list[str] | None = None) -> int:
-    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_flags)))
+    args = read_flags(argv, __doc__, add_new)
+    return script.run_command(lambda: pretrain(args))
 
 
 if __name__ == "__main__":

@@ -184,7 +184,9 @@ def test_the_command(bpe, files, tmp_path, capsys):
     samples = [json.loads(line) for line in (run_dir / "chat_eval_samples.jsonl").open()]
     assert {sample["task"] for sample in samples} == {"gsm8k", "humaneval", "spelling"} and len(samples) == 9
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 2, "--tasks", "mmlu,humaneval")
-    assert code == 0 and "allow that with --run-code" in out and "the mean of 1 tasks" in out
+    assert code == 0 and "allow that with --run-code" in out
+    assert "no ChatCORE, which is the mean of 6 tasks; 1 were scored" in out
+    assert json.loads(out.splitlines()[-1])["chatcore"] is None
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),

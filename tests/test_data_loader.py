@@ -40,13 +40,6 @@ def epochs(dataset):
     return config, batches(dataset, config)
 
 
-def test_dataset_is_worth_testing(dataset):
-    """The text has several shards, documents of one token and documents longer than a pack, more than 60 packs."""
-    text, bos = text_of(dataset), dataset.tokenizer.bos_id
-    lengths = np.diff([*np.flatnonzero(text == bos), len(text)])
-    assert len(dataset.files("train")) == 3 and lengths.min() == 1 and lengths.max() > 3 * 128 and len(text) > 60 * 128
-
-
 def test_no_token_is_lost_or_repeated(dataset, epochs):
     """Segments behind each other, without the BOS that the loader put in, are the text of the shards, twice over."""
     config, found = epochs
@@ -147,12 +140,6 @@ def test_hosted_shard_without_extras_loads(tmp_path, dataset):
     assert batch.tokens[0, 0] == hosted.tokenizer.bos_id
     assert batch.tokens[0, 1:48].tolist() == text_of(hosted)[:47].tolist()
     assert np.array_equal(hosted.read(hosted.files("val")[0]), dataset.read(dataset.files("val")[0]))
-
-
-def test_only_listed_files_are_read(tmp_path, dataset_dir):
-    root = shutil.copytree(dataset_dir, tmp_path / "set")
-    shutil.copy(root / "pretrain" / "train_000001.bin", root / "pretrain" / "train_000003.bin")
-    assert len(ts.Dataset.open(root).files("train")) == 3
 
 
 def test_special_tokens_have_no_prefix(dataset):

@@ -166,17 +166,6 @@ def test_every_writer_heeds_the_lock(corpus, tmp_path):
     assert snapshot(out) == before and not (tmp_path / "wheels").exists()
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """The build goes on."""
-
-    def refuse(*args, **options):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(format.filelock.FileLock, "acquire", refuse)
-    with format.lock_folder(tmp_path):
-        pass
-
-
 @pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
 def test_every_stop_gives_the_same_bytes(corpus, tmp_path, monkeypatch, problem):
     """Stops, or a full disk, at the 1st, 2nd, 3rd ... write: one sentence, no half file, and the next run goes on."""
@@ -281,15 +270,6 @@ def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
     assert run(*flags, tmp_path / "c").returncode == 0
     assert format.read_dataset(tmp_path / "c")["name"] == "c"
     expect_error(run(*flags, tmp_path / "c", "--name", "other"), "--name")
-
-
-def test_validation_text_that_is_also_training_text_is_said(corpus, tmp_path):
-    texts = make_texts(50)
-    train = write_jsonl(tmp_path / "t.jsonl", texts)
-    val = write_jsonl(tmp_path / "v.jsonl", [*texts[:4], "new"])
-    flags = ["--tokenizer", corpus / "tokenizer.json", "--workers", 1, "--out", tmp_path / "out"]
-    result = run("--source", train, "--val-source", val, *flags)
-    assert "note: 4 of 5 documents of the validation split are also in the training split" in result.stdout
 
 
 def test_a_pattern_by_name(tmp_path):

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
 import sys
@@ -16,10 +15,6 @@ import format
 import pretrain
 import pypi
 import pytest
-import train_small as ts
-
-from conftest import ROOT, write_dataset
-from processes import python
 
 WORDS = [
     f"{a}{b}" for a, b in itertools.product("ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split())
@@ -311,11 +306,6 @@ def test_another_file_under_the_name_is_refused(world):
     assert not (world / "wheels/two-1.0-py3-none-any.whl").exists()
 
 
-def test_an_unknown_set_is_one_sentence(world):
-    with pytest.raises(SystemExit, match="pypi:p7 is unknown; choose one of pypi:p34, pypi:p100"):
-        pypi.open_set("pypi:p7", 1)
-
-
 # ==== the lock
 
 
@@ -348,13 +338,6 @@ def test_the_first_layer_that_differs_is_named(locked, path, words):
             action()
 
 
-def test_a_changed_file_is_named(locked):
-    shard = locked / "p34-1/pretrain/train_000000.bin"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
-    with pytest.raises(SystemExit, match="train_000000.bin was changed"):
-        pypi.verify("p34", locked / "p34-1", 1)
-
-
 def test_both_sets_share_validation_and_tokenizer(downloaded):
     small = format.read_dataset(build(downloaded, "p34", 1))
     large = format.read_dataset(build(downloaded, "p100", 1))
@@ -371,14 +354,6 @@ def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, v
     build(locked, "p34", 2, flag, value)
     words = f"not compared with the lock, which holds for a dataset made without {flag}\n"
     assert words in capsys.readouterr().out
-
-
-def test_errors_of_the_system_are_a_sentence(tmp_path):
-    """Of data/pypi.py too: here the folder for wheels is a file."""
-    (tmp_path / "wheels").write_text("")
-    env = {**os.environ, "DECODERSTACK_WHEELS": str(tmp_path / "wheels")}
-    done = python("data/pypi.py", "lock", "p34", env=env)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and done.stderr.startswith("error: ")
 
 
 def test_the_committed_lock():
@@ -407,25 +382,3 @@ def test_the_tracks_are_of_the_locked_datasets():
         assert track["made_by"] == f"python data/pretrain.py --source pypi:{name} --out data/shards/{name}"
         assert 0.99 < track["scored"]["bytes"] / entry["documents"]["val"]["bytes"] <= 1, "documents are cut at 2,048"
         assert 0.99 < track["scored"]["targets"] / entry["dataset"]["tokens"]["val"] <= 1
-
-
-# ==== models
-
-
-@pytest.mark.parametrize("name", ["p34_6x512", "p34_4x256"])
-def test_smaller_models_score_the_text_of_the_track(name):
-    config = ts.make_config(ts.build_parser().parse_args([f"@{ROOT}/runs/{name}.args"]))
-    assert name == f"p34_{config.num_layers}x{config.width}"
-    track = json.loads((ROOT / "records/tracks.json").read_text())["datasets"]["p34"]
-    assert (config.max_seq_len, config.val_tokens) == (track["scored"]["max_seq_len"], track["scored"]["val_tokens"])
-
-
-def test_the_smallest_model_starts(tmp_path):
-    """One step of its layers on a tiny dataset. tests/test_quickstart.py builds the others."""
-    data = write_dataset(tmp_path / "data")
-    small = {"pack_tokens": 256, "max_seq_len": 256, "window_long": 256, "stages": "((1.0,1,1.0),)", "bigram_rows": 500}
-    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    flags = ("--data", data, "--run-dir", tmp_path / "run", "--steps", 1, "--save-every", -1, "--dtype", "float32")
-    done = python("train_small.py", f"@{ROOT}/runs/p34_4x256.args", *flags, *sets)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1

@@ -15,6 +15,7 @@ import pytest
 import sft
 import tokenizer
 import train_small as ts
+from lib import chat_format
 
 from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
 from hub_stub import names_of, start_hub
@@ -231,13 +232,6 @@ def test_spelling(data, tmp_path):
     assert not seen["train"] & seen["val"] and len(seen["val"]) > 5
 
 
-def test_shares_that_are_held_out():
-    """One word in twenty and one pair of numbers in five."""
-    words = [sft.is_val_word(f"word{i}") for i in range(10_000)]
-    sums = [sft.is_val_sum(a, b) for a in range(150) for b in range(a, 150)]
-    assert np.mean(words) == pytest.approx(1 / 20, abs=0.01) and np.mean(sums) == pytest.approx(1 / 5, abs=0.02)
-
-
 def test_addition(data):
     """Columns and sums are right, for numbers of any length; held-out pairs are in training in neither order."""
     run_sft(data, "--source", "addition:60:3", "--val-fraction", 0.2)
@@ -274,11 +268,22 @@ BAD = [
     (chat("a", " \n"), r"message 2 \(assistant\) is empty"),
     (chat("a", []), r"message 2 \(assistant\) is empty"),
     (chat("a", None), r"message 2 \(assistant\) has no text"),
-    (chat([{"type": "text", "text": "a"}], "b"), r"message 1 \(user\) has no text"),
-    (chat("a", [{"type": "image", "text": "b"}]), "message 2 has a part"),
-    (chat("a", [["text", "b"]]), "message 2 has a part"),
-    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "message 3 has the role 'sys"),
+    (chat([{"type": "python", "text": "a"}], "b"), r"message 1 \(user\) has a part"),
+    (chat("a", [{"type": "image", "text": "b"}]), r"message 2 \(assistant\) has a part"),
+    (chat("a", [["text", "b"]]), r"message 2 \(assistant\) has a part"),
+    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "behind the last message"),
 ]
+
+
+def test_messages_of_other_clients():
+    """Text parts, and any number of system and developer texts, become what the server makes of them."""
+    texts = lambda *texts: [{"type": "text", "text": text} for text in texts]  # noqa: E731
+    messages = [("system", "s"), ("developer", texts("d", "e")), ("user", texts("a", "b")), ("assistant", texts("c")),
+                ("system", "f"), ("user", "g"), ("assistant", "h"), ("system", " ")]  # fmt: skip
+    found = sft.check_messages({"messages": [{"role": role, "content": content} for role, content in messages]})
+    joined = [(role, "".join(part["text"] for part in content) if isinstance(content, list) else content)
+              for role, content in messages]  # fmt: skip
+    assert [(role, "".join(text for _, text in parts)) for role, parts in found] == chat_format.merge_turns(joined)
 
 
 @pytest.mark.parametrize(("value", "message"), BAD)

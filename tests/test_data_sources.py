@@ -102,6 +102,37 @@ def test_lists_globs_and_folders(tmp_path):
     expect_error(lambda: read("no-such-source"), "no-such-source", "--help")
 
 
+def test_folders_are_read_whole(tmp_path):
+    """With subfolders, without hidden files and folders; a link to nothing is an error in a folder and by name."""
+    for name, text in (("b", "1"), ("a/c", "2"), ("a/[1]", "3"), (".hidden", "-"), ("._b", "-"), (".git/d", "-")):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        write(path, [text])
+    assert read(tmp_path) == ["3", "2", "1"] and read(tmp_path / "**/*.jsonl") == ["3", "2", "1"]
+    assert read(tmp_path / "a/[1].jsonl") == ["3"] and read(tmp_path / ".hidden.jsonl") == ["-"]
+    link = tmp_path / "a/link.jsonl"
+    link.symlink_to(tmp_path / "gone")
+    for spec in (tmp_path, link, tmp_path / "a/*"):
+        expect_error(lambda spec=spec: read(spec), link, "a link to a file that does not exist")
+
+
+OPEN_FILES = """
+import resource, sys
+import sources
+soft, hard, spec = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(sum(1 for text in sources.open_source(spec, "stdlib", interleave=True).train()))
+"""
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    for i in range(150):
+        write(tmp_path / f"{i}.jsonl", ["a", "b"])
+    run = lambda hard: python("-c", OPEN_FILES, 100, hard, tmp_path, env={**os.environ, "PYTHONPATH": str(DATA)})
+    assert run(300).stdout == "300\n"
+    assert "opens 150 files at a time, the system allows 200; raise ulimit -n" in run(200).stderr
+
+
 def test_a_wide_zstd_window_opens(tmp_path):
     """--long=27, which large published corpora use."""
     texts = [f"{i} " + "x" * 1000 for i in range(2000)]
@@ -120,21 +151,6 @@ def test_a_file_of_the_wrong_kind(tmp_path, ending):
     for raw in contents + [b""] * (ending != "jsonl"):
         path.write_bytes(raw)
         expect_error(lambda: read(path), path)
-
-
-def test_parquet_that_is_not_utf8(tmp_path):
-    path = tmp_path / "x.parquet"
-    binary = pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary())
-    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, binary.buffers())
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
-    expect_error(lambda: read(path), path, "not a readable parquet file")
-
-
-def test_a_file_that_cannot_be_opened(tmp_path):
-    path = write(tmp_path / "x.jsonl", ["a"])
-    source = sources.open_source(str(path), "stdlib")
-    path.unlink()
-    expect_error(lambda: list(source.train()), path, "cannot be read")
 
 
 @pytest.mark.parametrize(("line", "parts"), [

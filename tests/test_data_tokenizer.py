@@ -11,7 +11,6 @@ from pathlib import Path
 import format
 import numpy as np
 import pytest
-import tiktoken
 import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,11 +71,6 @@ def test_byte_counts_of_partial_characters(encoding, path):
     lengths = tokenizer.token_bytes(path)
     for byte in (0x80, 0xE4, 0xF0):
         assert lengths[encoding.encode_single_token(bytes([byte]))] == 1
-
-
-def test_digits_in_groups_of_two(encoding):
-    pieces = [encoding.decode_single_token_bytes(t) for t in encoding.encode_ordinary("1234567")]
-    assert all(len(p) <= 2 for p in pieces)
 
 
 def test_a_million_blanks(encoding):
@@ -173,12 +167,6 @@ def test_gpt2(tmp_path):
     assert out.read_bytes() == before
 
 
-def test_gpt2_pattern_is_tiktokens():
-    from tiktoken_ext import openai_public
-
-    assert tokenizer.GPT2_PATTERN == openai_public.r50k_pat_str
-
-
 HARD_TEXT = "I'LL it's  \n\n x\t\ty 12345 \u0663\u0664 \u4f60\u597d!?\r\n \u00a0\u2003 e\u0301 \U0001f600\u200d end  "
 
 
@@ -217,15 +205,6 @@ def test_patterns_split_as_the_models_that_they_are_named_after(name):
     texts = ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(500)] + [HARD_TEXT]
     for text in texts:
         assert pieces(tokenizer.PATTERNS[name], text) == pieces(PUBLISHED[name], text), text
-
-
-def test_gpt2_without_files_or_network(monkeypatch):
-    def unreachable(_):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    with pytest.raises(SystemExit, match="--vocab-bpe"):
-        tokenizer.gpt2_spec(None, None)
 
 
 def test_commands(tmp_path, path):

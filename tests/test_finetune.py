@@ -29,7 +29,7 @@ from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
-from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
+from conftest import random_model, read_split, run_sft, saved, segments, sentence, snapshot, stops, tensors  # isort: skip
 from conftest import write_dataset, write_jsonl  # isort: skip
 from processes import python
 
@@ -246,7 +246,7 @@ def test_run_directory_is_complete(finished, base, data):
     assert config["config"]["data"] == str(data) and config["config"]["width"] == 64
     tool = (ROOT / "runs" / "finetune.py").read_bytes()
     assert (run_dir / "finetune.py").read_bytes() == tool
-    assert config["finetune_sha256"] == hashlib.sha256(tool).hexdigest()
+    assert config["scripts"] == {"finetune.py": hashlib.sha256(tool).hexdigest()}
     for name in ("train_small.py", "tokenizer.json"):
         assert (run_dir / name).read_bytes() == (base / name).read_bytes()
     report = (run_dir / "report.md").read_text()
@@ -472,6 +472,20 @@ def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
     names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0], "rl": rl}
     fails([a.format(**names) for a in argv], *(w.format(**names) for w in words))
     assert snapshot(base) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), [
+    ("dataset.json", lambda text: text[: len(text) // 2], "not a readable JSON file"),
+    ("dataset.json", lambda text: b"{}", "has format None"),
+    ("dataset.json", lambda text: b'{"format": "decoderstack-dataset-1"}', "lists no files"),
+    ("tokenizer.json", lambda text: text.replace(b'"ranks"', b'"rank"'), "is damaged (KeyError('ranks'))"),
+])  # fmt: skip
+def test_damaged_descriptions_are_named(name, damage, words, data, tmp_path):
+    """In the words of data/, where a script that trains fails with an error of its own."""
+    root = shutil.copytree(data, tmp_path / "data")
+    (root / name).write_bytes(damage((root / name).read_bytes()))
+    message = sentence(tuning.read_data, json.loads, root if name == "dataset.json" else root / name)
+    assert words in message and name in message
 
 
 @pytest.mark.parametrize("change", [lambda mask: mask[:-2] + b"\1\1", None], ids=("changed", "missing"))

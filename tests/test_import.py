@@ -1,4 +1,4 @@
-"""Importing a script is free: other programs import it for its names."""
+"""Importing a script is free: other programs import it for its names. A command explains its flags at once."""
 
 import json
 import subprocess
@@ -48,3 +48,26 @@ def test_import_has_no_side_effects(name):
         return event == "open" and (inside or path.endswith((".py", ".pyc")))
 
     assert [e for e in found["events"] if not allowed(*e)] == []
+
+
+# Python imports this by itself where PYTHONPATH names its folder.
+NO_HEAVY_IMPORTS = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name not in ("torch", "transformers", "datasets"), f"--help waits for {name}"
+sys.meta_path.insert(0, Refuse())
+"""
+# The first three have the flags of a training script, which they import; the last has none.
+WITHOUT = {"bench.py", "bench_generate.py", "profile_step.py", "check_requirements.py"}
+COMMANDS = [path.relative_to(ROOT).as_posix() for folder in ("data", "runs", "records", "dev")
+            for path in sorted((ROOT / folder).glob("*.py")) if path.name not in WITHOUT
+            and '__name__ == "__main__"' in path.read_text(encoding="utf-8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_needs_no_torch(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_HEAVY_IMPORTS)
+    argv = [sys.executable, command, "--help"]
+    done = subprocess.run(argv, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr

@@ -56,7 +56,7 @@ def source(tmp_path_factory):
 
 def settings_of(*flags) -> rl.Settings:
     """Those of a new run."""
-    return rl.read_settings(None, None, rl.parse([str(flag) for flag in flags])[1])
+    return rl.read_settings(None, None, rl.read_flags([str(flag) for flag in flags], rl.__doc__, rl.add_new))
 
 
 @pytest.fixture
@@ -204,30 +204,6 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
 
 
-@pytest.mark.parametrize("number", ["18", "-5", "1,800", "70,000", "0.5", ".5", "$12.50"])
-def test_numbers_of_gsm8k_may_be_rewarded(number):
-    """As its answers write them, and as they are then compared."""
-    item = chat_eval.text_item("gsm8k", {"question": "", "answer": f"work\n#### {number}"})
-    for text in (f"work\n#### {number}", f"####{number}.", f"#### {number}\n"):
-        assert rl.ends(engine.Completion([1], reason="stop"), text) and item.right(text)
-
-
-def test_a_report_shows_the_same_questions_on_any_number_of_ranks(setup, monkeypatch):
-    """Before on one rank, after on three: rank 0 shows the first ones."""
-    now = setup("--eval-samples", 0)
-    monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: None)
-    monkeypatch.setattr(rl, "sum_over_ranks", lambda values, ranks: values)
-    _, before = now.test()
-    parts = []
-    for rank in range(5):  # 12 questions over 5 ranks: the last one has none
-        ranks = dataclasses.replace(now.state.ranks, rank=rank, world=5)
-        state = dataclasses.replace(now.state, ranks=ranks)
-        parts.append(dataclasses.replace(now, state=state).test()[1])
-    asked = [answer["question"] for part in parts for answer in part]
-    assert asked == [item.question for item in now.task.test]
-    assert [answer["question"] for answer in before] == asked[: len(before)] and len(parts[0]) == 3
-
-
 def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     """No seed comes twice, neither in the questions of a step nor in the next step, nor in a test."""
     now, complete, seeds = setup(), rl.complete, []
@@ -321,7 +297,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6
     tool = (ROOT / "runs" / "rl.py").read_bytes()
     assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
-    assert description["rl_sha256"] == hashlib.sha256(tool).hexdigest()
+    assert description["scripts"] == {"rl.py": hashlib.sha256(tool).hexdigest()}
     new, resume = [*flags, "--run-dir", tmp_path / "new"], ["--resume", "--run-dir", tmp_path / "whole"]
     for main, argv, message in (
         (rl.main, [*flags, "--run-dir", tmp_path / "whole"], "already holds a run"),

@@ -33,9 +33,8 @@ def is_chat_run(run_dir: Path) -> bool:
 def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
     """Turns of user and assistant, from (role, content) of a conversation.
 
-    A system (or developer) text goes in front of the next text of the user. Several messages of one
-    role in a row become one. The user speaks first, if only with an empty text. The model has seen
-    nothing else in training.
+    A system (or developer) text goes in front of the next text of the user. Several messages of one role in a row
+    become one. The user speaks first, if only with an empty text. The model has seen nothing else in training.
 
     Raises: ValueError if a message of the user is empty, or if nothing is said
     """

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 class RunError(Exception):
@@ -67,6 +68,26 @@ def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -
             switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
             flag = f"--{prefix}{name.replace('_', '-')}"
             parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
+
+
+def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.Namespace:
+    """The flags that were given, with what train() of the training scripts expects beside them.
+
+    Args: doc of the command; add_new adds the flags of a new run to a parser. A run that is resumed keeps its own.
+    """
+    flags = sys.argv[1:] if argv is None else list(argv)
+    resume = "--resume" in flags
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
+    add = parser.add_argument
+    where = "what the run writes (default: under out/)"
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
+    if not resume:
+        add_new(parser)
+    unset = {"run_dir": None, "set": [], "resume_changed": False}
+    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, **unset))
 
 
 def check_settings(model: type, values: dict):

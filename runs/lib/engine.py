@@ -38,7 +38,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
-from lib.command import RunError, first_line, print_note
+from lib.command import RunError, first_line
+from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -116,7 +117,7 @@ def choose_device(name: str) -> torch.device:
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
     if step is None:
-        folder = script.newest_whole(run_dir, print_note, needed)
+        folder = newest_checkpoint(script, run_dir, needed)
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
@@ -136,7 +137,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
         wrong = f"the weights in {folder} do not fit config.json"
         raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
     model.attention = script.choose_attention(model, lambda text: None)
-    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
+    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
 
 

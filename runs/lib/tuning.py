@@ -1,12 +1,15 @@
-"""What finetuning and reinforcement learning share: packs, and how a run starts from another one."""
+"""What tools that start from another run share: its checkpoint, its settings, and packs."""
 
 import bisect
 import dataclasses
 import hashlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from lib.command import RunError, first_line, print_note
 
 
 def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
@@ -32,6 +35,36 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> li
         if left >= smallest and len(packs[number]) < most:
             bisect.insort(unfilled, (left, number))
     return packs
+
+
+def read_data(read: Callable, path: str | Path):
+    """What the training script's Dataset.open or Tokenizer reads; if it fails, data/ says what is damaged.
+
+    Raises: RunError; SystemExit, by the scripts in data/
+    """
+    try:
+        return read(path)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = first_line(error)
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
+    import format
+    import tokenizer
+
+    if Path(path).is_dir():
+        format.read_dataset(path)
+        path = Path(path) / "tokenizer.json"
+    tokenizer.read_spec(path)
+    raise RunError(f"{Path(path).parent} cannot be read ({problem}); make its .json files again")
+
+
+def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
+    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
+    try:
+        return script.newest_whole(run_dir, print_note, *names)
+    except RunError as error:
+        # The script speaks to someone who resumes.
+        way = "wait until the run saves one, or name another run"
+        raise RunError(str(error).replace("start again without --resume", way)) from None
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
@@ -74,9 +107,8 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
                 moment.zero_()
 
 
-def tool_entries(name: str, file: str, settings: dict) -> dict:
-    """Fields of a Job about a tool: its command, its settings and hash in config.json, its script."""
-    path = Path(file).resolve()
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    description = {name: settings, f"{name}_sha256": sha256}
-    return {"command": name, "description": description, "scripts": (path,)}
+def tool_entries(command: str, settings: dict, *files: str) -> dict:
+    """Fields of a Job about a tool: its command, its settings in config.json, its scripts and their hashes."""
+    paths = [Path(file).resolve() for file in files]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {"command": command, "scripts": paths, "description": {**settings, "scripts": digests}}
