@@ -71,12 +71,6 @@ def test_no_minimum_inside(tmp_path):
     assert done.stdout.count("no minimum between") == 2 and "weights: too few points" in done.stdout
 
 
-def test_nothing_to_plot(tmp_path):
-    (tmp_path / "empty").mkdir()
-    done = scaling_plot(tmp_path / "empty")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "scaling.sh" in done.stderr
-
-
 # ---- the series themselves
 
 
