@@ -68,11 +68,13 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import bisect
 import contextlib
 import dataclasses
 import datetime
 import functools
 import gc
+import getpass
 import hashlib
 import itertools
 import json
@@ -80,6 +82,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -97,6 +100,17 @@ SOURCE = Path(__file__).read_bytes()
 # With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
 # register_autograd() is given, and would keep using an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
+# Where containers and others run, /tmp and the home are lost or missing, and the user may have no name.
+try:
+    getpass.getuser()
+except (KeyError, OSError):
+    os.environ["USER"] = "unnamed"  # torch's compiler wants to know it
+CACHE = Path("out/cache").absolute()
+parent = next(folder for folder in CACHE.parents if folder.is_dir())
+if os.access(parent, os.W_OK) and shutil.disk_usage(parent).free > 2**30:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
 
 import filelock
 import numpy as np
@@ -203,6 +217,7 @@ class Config:
     shared_input_from = -1
     swiglu = rotary_full = False
     average = 0.0
+    chosen = property(vars)  # a run that is made longer keeps its batch
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -799,7 +814,7 @@ class Linear8(torch.autograd.Function):
         norm_g = largest_row_norm(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / norm_g, E5M2)
         unit = norm_g / (E4M3_MAX * E5M2_MAX)
-        dx = product8(g8, w8.transposed, unit * w8.row_norm, g.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row_norm, g.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * norm_x, g.dtype)
         return dx, dw, None, None, None
 
@@ -1994,8 +2009,12 @@ def pretraining_job(config: Config) -> Job:
 def check_length(job: Job, ranks: Ranks) -> None:
     """Raises UserError if the run needs more text than there is; warns if text is read again and learned by heart."""
     config = job.config
-    stages = [stage_index(config, step) for step in range(config.num_steps)]
-    needed = sum(config.stage_table[stage].packs for stage in stages) * config.pack_tokens
+    needed = begin = 0
+    for index, stage in enumerate(config.stage_table):
+        steps = range(config.num_steps)
+        end = bisect.bisect(steps, index, key=lambda step: stage_index(config, step))
+        needed += (end - begin) * stage.packs * config.pack_tokens
+        begin = end
     if needed > job.available:
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
@@ -2070,9 +2089,7 @@ FREE_ON_RESUME = (
 
 def identity(job: Job) -> dict:
     """What identifies a run: script, data and recipe. Its checkpoints repeat it."""
-    recipe = dataclasses.asdict(job.config)
-    for name in FREE_ON_RESUME:
-        recipe.pop(name, None)
+    recipe = {name: value for name, value in job.config.chosen.items() if name not in FREE_ON_RESUME}
     script = hashlib.sha256(SOURCE).hexdigest()
     whole = {"script": script, "data": job.fingerprint, **job.description, **recipe}
     return json.loads(json.dumps(whole))  # with lists for tuples, as it comes back from a file
@@ -2135,6 +2152,8 @@ def resume(run: Run, changed: list[str]) -> None:
         run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
+    if is_done and (run.state.samples or step > run.job.config.num_steps):
+        run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
     # The next --resume keeps the flags of this one. What the run reported at an earlier end is out of date.
     if run.ranks.is_main and not is_done:
@@ -2291,12 +2310,15 @@ def report(run: Run) -> None:
 
 
 class Stopper:
-    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
+    """Turns SIGTERM, Ctrl-C and the end of the terminal into a flag that the loop reads between steps."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.caught_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+        if signal.getsignal(hang_up) == signal.SIG_IGN:  # by nohup
+            hang_up = signal.SIGTERM
+        for number in (signal.SIGTERM, signal.SIGINT, hang_up):
             signal.signal(number, self.catch)
 
     def catch(self, number, frame) -> None:
@@ -2662,6 +2684,9 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         now = datetime.datetime.now()
         kind = "" if job.command == "pretrain" else f"_{job.command}"
         run_dir = Path(args.run_dir or f"out/{now:%Y-%m-%d_%H-%M-%S}_{Path(__file__).stem}{kind}")
+        if run_dir.is_symlink() and not run_dir.exists():
+            way = "make that folder, or name another --run-dir"
+            raise UserError(f"{run_dir} points to {run_dir.readlink()}, which does not exist; {way}")
         run_dir.mkdir(parents=True, exist_ok=True)
         # A process may use its own run again.
         lock = filelock.FileLock(run_dir / ".lock", is_singleton=True)
@@ -2718,11 +2743,19 @@ class Log:
             id_path.write_text(os.urandom(4).hex())
         project = os.environ.get("WANDB_PROJECT", "decoderstack")
         options = {"id": id_path.read_text(), "resume": "allow", "dir": str(self.path.parent)}
-        self.wandb = wandb.init(project=project, name=name, config=config, **options)
+        try:
+            self.wandb = wandb.init(project=project, name=name, config=config, **options)
+        except wandb.errors.UsageError as error:  # no key
+            way = "log in with `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"--wandb cannot begin ({str(error).splitlines()[0]}); {way}") from None
 
     def say(self, text: str) -> None:
-        if self.active:
+        if not self.active:
+            return
+        try:
             print(text, flush=True)
+        except OSError:  # `| head` has ended, or the terminal: the run does without
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def write(self, entry: dict) -> None:
         """Adds an object to log.jsonl, and its numbers to wandb."""
@@ -2895,7 +2928,8 @@ def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
         if saved["identity"] in own and folder.name == f"step_{saved['step']:06d}":
             return folder
         say(f"skipped {folder.name}: it is of another run or another step")
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume, in another --run-dir")
+    way = "start again without --resume, in another --run-dir"
+    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
@@ -2939,6 +2973,9 @@ def validate(config: Config) -> None:
         f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
+        "ahead names no loss weight; (1.0,) is that of the next token alone": len(c.ahead) > 0,
+        f"softcap={c.softcap} has neither 0 nor 3 numbers": len(c.softcap) in (0, 3),
+        f"ahead_until={c.ahead_until} is not above 0": c.ahead_until > 0,
         f"max_seq_len={c.max_seq_len} is above pack_tokens": c.max_seq_len <= c.pack_tokens,
         f"the shares of the stages add up to {shares:.4f}, not 1": abs(shares - 1) < 1e-6,
         f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}": (
@@ -2951,6 +2988,20 @@ def validate(config: Config) -> None:
             raise UserError(problem)
 
 
+def split_line(line: str) -> list[str]:
+    """The words of a line of an @FILE: blanks in quotes stay, a comment begins with a # behind a blank."""
+    quoted = r"""("[^"]*"|'[^']*')"""
+    return shlex.split(re.sub(rf"{quoted}|(?<!\S)#.*", r"\1", line.removeprefix("\ufeff")))
+
+
+class Length(argparse.Action):
+    """--steps or --tokens: the later one counts, as the other may stand in an @FILE."""
+
+    def __call__(self, parser, args, value, option=None):
+        args.steps = args.tokens = None
+        setattr(args, self.dest, value)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags of a training run. runs/finetune.py has them too."""
     parser = argparse.ArgumentParser(
@@ -2959,15 +3010,14 @@ def build_parser() -> argparse.ArgumentParser:
         fromfile_prefix_chars="@",
         epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
     )
-    # A line of such a file may hold several flags, and a comment.
-    parser.convert_arg_line_to_args = lambda line: line.split("#")[0].split()
+    parser.convert_arg_line_to_args = split_line
     add = parser.add_argument
-    add("--data", help="dataset directory (default data/shards/climbmix)")
-    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
+    add("--data", type=os.path.expanduser, help="dataset directory (default data/shards/climbmix)")
+    add("--run-dir", type=os.path.expanduser, help="where the run is written (default a new dated folder in out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add("--resume-changed", action="store_true", help="--resume with another script or recipe")
-    add("--steps", type=int, help="length of the run in steps")
-    add("--tokens", type=int, help="length of the run in tokens")
+    add("--steps", type=int, action=Length, help="length of the run in steps")
+    add("--tokens", type=int, action=Length, help="length of the run in tokens")
     add("--seed", type=int, help="of the first weights (default 0)")
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
     add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
@@ -3011,16 +3061,18 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
         if value is not None:
             changes[field_.name] = value
     if base is not None:
-        changes = {**vars(base), **changes}
-    config = Config(**changes)
-
-    # By a rule the batch, and so the tokens of N steps, may depend on the length of the run.
-    while args.steps is not None:
-        longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
-        if longer == config:
-            break
-        config = longer
-    validate(config)
+        changes = {**base.chosen, **changes}
+    try:
+        config = Config(**changes)
+        # By a rule the batch, and so the tokens of N steps, may depend on the length of the run. Rounding may
+        # let this go back and forth by a token.
+        for _ in range(0 if args.steps is None else 50):
+            config = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
+        validate(config)
+        for schedule in (lr_multiplier, muon_momentum, loss_weights):
+            schedule(config, 0)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"these values do not fit ({error}); compare them with those of Config") from None
     return config
 
 
@@ -4060,6 +4112,11 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     return rotate(times(scale, norm(q)), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK), v
 
 
+@functools.cache
+def compiled_norm_rotate() -> Callable:
+    return torch.compile(norm_rotate, fullgraph=True, dynamic=True)
+
+
 NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
 
 
@@ -4183,12 +4240,13 @@ def norm_rotate_grad(
         grid = (triton.cdiv(N * H, ROTATE_ROWS),)
         norm_rotate_grad_kernel[grid](*tensors, unit, out, T, N, H, every, K, ROTATE_ROWS)
 
-    # The scale comes from a sample, every 64th token. e5m2 has 32 binades: other tokens may exceed the
-    # sample by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
-    sample = qkv.new_empty(math.ceil(T / 64), 3, H, K)
-    launch(sample, torch.ones((), device=qkv.device), 64)
-    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
-    unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    # The scale comes from every 63rd token, odd as documents often begin at multiples of 64, and from one
+    # channel of all values, as sampled tokens may have no gradient. e5m2 has 32 binades: other numbers may
+    # exceed these by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
+    sample = qkv.new_empty(math.ceil(T / 63), 3, H, K)
+    launch(sample, torch.ones((), device=qkv.device), 63)
+    sizes = [torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) for x in (sample, dv[..., 0])]
+    unit = torch.maximum(*sizes).clamp(min=1e-30) * (256 / E5M2_MAX)
 
     dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
     launch(dqkv, unit, 1)
@@ -4231,7 +4289,10 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
     if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
-    return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
+    rotated = norm_rotate
+    if x_TD.is_cuda and not torch.compiler.is_compiling():  # validation and decoding: one kernel, not many
+        rotated = compiled_norm_rotate()
+    return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 
 # <<< shared: sections_10_to_12

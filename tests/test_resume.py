@@ -111,9 +111,9 @@ def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, name,
     assert len(list(run_dir.glob("checkpoints/*"))) == 4, "the half-written checkpoint is gone"
 
 
-@pytest.mark.parametrize("name", ("SIGTERM", "SIGINT"))
+@pytest.mark.parametrize("name", ("SIGTERM", "SIGINT", "SIGHUP"))
 def test_signal_saves_and_resumes(finished, dataset_dir, tmp_path, monkeypatch, name):  # noqa: F811
-    """SIGTERM or Ctrl-C in step 4: a checkpoint of step 4, exit code 1 and the way to go on, which loses nothing."""
+    """SIGTERM, Ctrl-C or a closed terminal in step 4: a checkpoint of step 4, exit code 1 and the way to go on, which loses nothing."""
     run_dir = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         stop_at(patch, 4, getattr(signal, name))
@@ -424,6 +424,25 @@ def test_resume_remembers_new_flags(run_dir):
     assert [entry["changed"] for entry in after["starts"]] == [[], ["cooldown was 0.6 and is 0.3"], []]
     assert after["overridden"] == [*before["overridden"], "cooldown=0.3"], "which voids record status"
     assert after["config"] == before["config"] | {"tokens": 10 * 3 * 128, "cooldown": 0.3}
+
+
+def test_a_longer_run_has_the_stages_of_its_length(dataset_dir, tmp_path):
+    """Stages by the rule are derived anew: from the step reached on, tokens and rates are those of a fresh run."""
+    shape = {"stages": "()", "fewest_packs": 1, "max_epochs": 9}
+    for name, tokens in (("short", 1800), ("long", 9000)):
+        passes(*flags(dataset_dir, tmp_path / name, "--tokens", tokens, **shape))
+    done = saved(tmp_path / "short")[-1]
+    passes("--resume", "--run-dir", tmp_path / "short", "--tokens", "9000")
+    found, want = ({e["step"]: (e["tokens"], e["lr"]) for e in entries(tmp_path / n) if "loss" in e and e["step"] > done}
+                   for n in ("short", "long"))  # fmt: skip
+    assert found == want and len(ts.read_config(tmp_path / "short").stages) > 3
+    assert [start["changed"] for start in ts.read_description(tmp_path / "short")["starts"]] == [[], []]
+
+
+def test_a_run_that_ends_before_the_step_reached(run_dir):
+    """Its weights are those of that step, and a line says that they are no averages."""
+    out = passes("--resume", "--run-dir", run_dir, "--steps", "5")
+    assert "warning: the run ends before this step now" in out and saved(run_dir) == [3, 6]
 
 
 def test_damaged_lines_of_the_log_are_dropped(run_dir):

@@ -12,12 +12,14 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import train_medium as tm
 import train_small as ts
+import wandb
 from lib import engine
 
 from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
@@ -149,6 +151,16 @@ assert ts.main(["--resume", "--run-dir", {str(run_dir)!r}, "--steps", "4"]) == 0
     for path in records:
         written = path.read_bytes()
         assert all(key in written for key in (b"val_bpb", b"loss", b"step_ms", b"my-project"))
+
+
+def test_wandb_without_a_key(dataset_dir, tmp_path, monkeypatch):
+    """One sentence with the ways out, and the run can be started again."""
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured.\nMore")
+
+    monkeypatch.setattr(wandb, "init", init)
+    err = refused(*flags(dataset_dir, tmp_path / "run", "--wandb", "name"))
+    assert "(No API key configured.); log in with `wandb login`, or set WANDB_MODE=offline" in err
 
 
 # ---- ranks
@@ -336,13 +348,18 @@ def test_flags_are_frozen(script):
 def test_flags_from_a_file(tmp_path):
     """@FILE: several flags on a line, comments, later flags win."""
     path = tmp_path / "some.args"
-    path.write_text("# a comment\n--steps 7 --set width=64   # half a line\n\n--set head_dim=16 --no-compile\n")
-    config = ts.make_config(ts.build_parser().parse_args([f"@{path}", "--steps", "9", "--set", "width=32"]))
+    path.write_text("\ufeff# it's a comment\n--steps 7 --set width=64   # half a line\n\n--set head_dim=16 --no-compile\n"
+                    "--run-dir='my lr#2/run #3' --data=~/text\n", encoding="utf-8")  # fmt: skip
+    args = ts.build_parser().parse_args([f"@{path}", "--tokens", "999424", "--steps", "9", "--set", "width=32"])
+    config = ts.make_config(args)
     assert (config.width, config.head_dim, config.compile, config.num_steps) == (32, 16, False, 9)
+    assert args.run_dir == "my lr#2/run #3" and config.data == str(Path.home() / "text")
+    args = ts.build_parser().parse_args([f"@{path}", "--tokens", "999424"])
+    assert ts.make_config(args).tokens == 999424, "the later one of --steps and --tokens"
 
 
 @pytest.mark.parametrize("script", (ts, tm))
-@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6))
+@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6, 9627397))
 def test_steps_and_tokens_give_the_same_run(script, steps):
     """--steps N is --tokens of the same length: batch and rates are those of that length. A run has a step at least."""
 
@@ -382,6 +399,13 @@ def test_words_that_are_no_flags(capsys, argv):
     (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
     (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
     (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
+    (["--set", "stages=(1,2)"], ["these values do not fit"]),
+    (["--set", "momentum=((0.85,0.95),)"], ["these values do not fit"]),
+    (["--set", "pack_tokens=0"], ["these values do not fit"]),
+    (["--set", "softcap=(1.0,)"], ["softcap=(1.0,) has neither 0 nor 3 numbers"]),
+    (["--set", "ahead=()"], ["ahead names no loss weight"]),
+    (["--set", "ahead_until=0.0"], ["ahead_until=0.0 is not above 0"]),
+    (["--set", "shared_input_from=-1"], ["shared_input_from=-1 is no layer; 99"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
     (["--resume-changed"], ["--resume-changed goes with --resume"]),
@@ -392,6 +416,50 @@ def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
     assert [word for word in words if word not in err] == [], err
+
+
+def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    assert f"run points to {tmp_path}/gone, which does not exist" in refused(*flags(dataset_dir, tmp_path / "run"))
+
+
+# ---- where it runs
+
+# A user without a name or a home, a project on a disk that cannot be written, and a reader that leaves.
+ALIEN = """
+import os, pwd, sys
+def unknown(number):
+    raise KeyError(number)
+pwd.getpwuid = unknown
+for name in ("USER", "LOGNAME", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ.pop(name, None)
+os.environ["HOME"] = "/nonexistent"
+if sys.argv[1] == "read-only":
+    os.access = lambda *arguments: False
+import train_small as ts
+import torch
+torch.set_num_threads(1)
+import torch._inductor.codecache
+print(*(os.environ.get(f"{name}_CACHE_DIR", "none") for name in ("TORCHINDUCTOR", "TRITON")), flush=True)
+if sys.argv[1] == "head":
+    ts.report = ts.warm_up = lambda *arguments: None
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    os.close(reader)
+    sys.exit(ts.main(sys.argv[2:]))
+"""
+
+
+def test_a_user_without_a_name_and_a_reader_that_leaves(dataset_dir, tmp_path):
+    """Compiled code lies in the project, or where torch wants it; `| head` takes the output, and the run goes on."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = python("-c", ALIEN, "head", *flags(dataset_dir, tmp_path / "run", steps=3), cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and saved(tmp_path / "run") == [3]
+    assert done.stdout.split() == [f"{tmp_path}/out/cache/inductor", f"{tmp_path}/out/cache/triton"]
+    assert not (tmp_path / "out").exists(), "as nothing was compiled"
+    done = python("-c", ALIEN, "read-only", cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (0, "none none\n"), done.stderr
 
 
 # ---- bad data: one sentence, exit code 1, nothing lost
@@ -434,6 +502,10 @@ def test_validation_text_must_have_bytes(tmp_path):
     """Documents of a BOS alone would be scored as perfect."""
     data = write_dataset(tmp_path / "data", val_words=(0, 0, 0))
     assert "holds no text to validate on" in refused(*flags(data, tmp_path / "run", steps=2))
+
+
+def test_a_very_long_run_is_refused_at_once(dataset_dir, tmp_path):
+    assert "asks for 100,000,000,000" in refused(*flags(dataset_dir, tmp_path / "run"), "--tokens", 10**11)
 
 
 def test_too_little_data(dataset, dataset_dir, tmp_path):
