@@ -381,17 +381,6 @@ def stage_index(config: Config, step: int) -> int:
     return len(config.stages) - 1
 
 
-def packs_left(config: Config, step: int) -> float:
-    """How many packs the run still trains on after so many steps."""
-    ahead = 1 - step / config.num_steps
-    packs = 0.0
-    for stage in reversed(config.stage_table):
-        share = min(stage.share, ahead)
-        packs += share * stage.packs
-        ahead -= share
-    return packs * config.num_steps
-
-
 def lr_multiplier(config: Config, step: int) -> float:
     """The stage's factor; over the last `cooldown` of the run it is blended linearly into lr_floor.
 
@@ -459,7 +448,11 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     ranks = start_ranks()
     job = job or pretraining_job(config)
     check_length(job, ranks)
-    run = open_run(job, args, ranks)
+    run_dir, lock = prepare_run_dir(job, args, ranks)
+    machine = describe_machine(ranks)
+    run = Run(job, args, ranks, run_dir, lock, machine, identity(job), Log(run_dir, ranks))
+    if job.config.wandb and ranks.is_main:
+        run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
     changed = check_same_run(run) if args.resume else []
 
     # Everything is compiled on dummy tokens, before the clock starts.
@@ -1353,7 +1346,7 @@ def adam_update(
 
 @functools.cache
 def one_graph(function: Callable) -> Callable:
-    """One of the three above, compiled for all sizes; numbers become 0-D tensors, so that new ones compile nothing."""
+    """A function without gradients, compiled for all sizes; numbers become 0-D tensors: new ones compile nothing."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -2059,15 +2052,6 @@ class Run:
     logged: Progress | None = None  # at the last line
 
 
-def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
-    run_dir, lock = prepare_run_dir(job, args, ranks)
-    machine = describe_machine(ranks)
-    log = Log(run_dir, ranks)
-    if job.config.wandb and ranks.is_main:
-        log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
-    return Run(job, args, ranks, run_dir, lock, machine, identity(job), log)
-
-
 def describe_run(run: Run) -> None:
     """The first lines on the screen."""
     config = run.job.config
@@ -2222,8 +2206,9 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         **batch.notes,
     }
     run.log.write(entry)
-    packs = config.stage_table[stage_index(config, state.step - 1)].packs
-    eta = packs_left(config, state.step) / packs * entry["step_ms"] / 1e3
+    eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
+    if not run.job.step:  # later steps may be larger
+        eta = max(config.tokens - progress.tokens, 0) / entry["tokens_per_second"]
     notes = "".join(f" | {name} {value:.4g}" for name, value in batch.notes.items())
     run.log.say(step_line(entry, config.num_steps, eta) + notes)
     run.logged = dataclasses.replace(progress)
@@ -2570,15 +2555,11 @@ class Tokenizer:
 
     def prefixes(self) -> list[int]:
         """For each token the longest other one that its bytes begin with, or -1: a coarser target (record 88)."""
-
-        def longest_prefix(text: bytes) -> int:
-            for length in range(len(text) - 1, 0, -1):
-                if text[:length] in self.mergeable:
-                    return self.mergeable[text[:length]]
-            return -1
-
-        special = self.vocab_size - len(self.mergeable)
-        return [longest_prefix(text) for text in self.mergeable] + [-1] * special
+        found = []
+        for text in self.mergeable:
+            shorter = (self.mergeable.get(text[:length]) for length in range(len(text) - 1, 0, -1))
+            found.append(next((index for index in shorter if index is not None), -1))
+        return found + [-1] * (self.vocab_size - len(found))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text."""
@@ -2988,20 +2969,6 @@ def validate(config: Config) -> None:
             raise UserError(problem)
 
 
-def split_line(line: str) -> list[str]:
-    """The words of a line of an @FILE: blanks in quotes stay, a comment begins with a # behind a blank."""
-    quoted = r"""("[^"]*"|'[^']*')"""
-    return shlex.split(re.sub(rf"{quoted}|(?<!\S)#.*", r"\1", line.removeprefix("\ufeff")))
-
-
-class Length(argparse.Action):
-    """--steps or --tokens: the later one counts, as the other may stand in an @FILE."""
-
-    def __call__(self, parser, args, value, option=None):
-        args.steps = args.tokens = None
-        setattr(args, self.dest, value)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The flags of a training run. runs/finetune.py has them too."""
     parser = argparse.ArgumentParser(
@@ -3010,14 +2977,16 @@ def build_parser() -> argparse.ArgumentParser:
         fromfile_prefix_chars="@",
         epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
     )
-    parser.convert_arg_line_to_args = split_line
+    # Its lines hold flags, quotes and comments, which begin at a # behind a blank; the first one perhaps a BOM.
+    comment = re.compile(r"""("[^"]*"|'[^']*')|\ufeff|(?<!\S)#.*""")
+    parser.convert_arg_line_to_args = lambda line: shlex.split(comment.sub(r"\1", line))
     add = parser.add_argument
     add("--data", type=os.path.expanduser, help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", type=os.path.expanduser, help="where the run is written (default a new dated folder in out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add("--resume-changed", action="store_true", help="--resume with another script or recipe")
-    add("--steps", type=int, action=Length, help="length of the run in steps")
-    add("--tokens", type=int, action=Length, help="length of the run in tokens")
+    add("--steps", type=int, help="length of the run in steps")
+    add("--tokens", type=int, help="length of the run in tokens")
     add("--seed", type=int, help="of the first weights (default 0)")
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
     add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
@@ -4112,11 +4081,6 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     return rotate(times(scale, norm(q)), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK), v
 
 
-@functools.cache
-def compiled_norm_rotate() -> Callable:
-    return torch.compile(norm_rotate, fullgraph=True, dynamic=True)
-
-
 NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
 
 
@@ -4289,9 +4253,9 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
     if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
-    rotated = norm_rotate
-    if x_TD.is_cuda and not torch.compiler.is_compiling():  # validation and decoding: one kernel, not many
-        rotated = compiled_norm_rotate()
+    # Validation and decoding run this outside of a compiled model.
+    eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    rotated = one_graph(norm_rotate) if eager else norm_rotate
     return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 
