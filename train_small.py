@@ -862,9 +862,7 @@ class GPT(nn.Module):
             x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
-    def attend_layer(
-        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend: Callable, mixed_TD=None
-    ) -> Tensor:
+    def attend_layer(self, layer, a_TD, qkv, qkv8, inputs: Inputs, attend, mixed_TD=None) -> Tensor:
         """Attention on a layer's normalised input, before the output projection; mixed_TD is added to the values."""
         c = self.config
         index = c.attention_layers.index(layer)
@@ -1353,7 +1351,7 @@ class Optimizer:
         now = [slot for slot in self.slots if slot not in late]
 
         # 1. The gradients that this step uses are summed. Those of late tables started after the last step.
-        gradients = self.start_reduce(now)
+        gradients = [self.start_sum(slot) for slot in now if slot.param.grad is not None]
         if scaled and not self.all_finite(gradients):
             return False
         if not scaled:
@@ -1378,7 +1376,7 @@ class Optimizer:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
         # 4. The gradients of late tables travel while it computes.
-        self.late = self.start_reduce(late)
+        self.late = [self.start_sum(slot) for slot in late if slot.param.grad is not None]
         return True
 
     def own_param(self, slot: Slot) -> Tensor | None:
@@ -1388,9 +1386,7 @@ class Optimizer:
             return self.slice(slot, own)  # RMSProp writes no row that has no gradient
         return None if own.data_ptr() == slot.master.data_ptr() else own
 
-    def update(
-        self, gradient: Pending, own, updates: int, lr_mult: float, momentum: float, grad_scale: float
-    ) -> None:
+    def update(self, gradient: Pending, own, updates: int, lr_mult, momentum, grad_scale) -> None:
         """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
         policy = gradient.slot.policy
         numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
@@ -1432,11 +1428,8 @@ class Optimizer:
 
     # -- communication
 
-    def start_reduce(self, slots: list[Slot]) -> list[Pending]:
-        """Takes the gradients from the parameters, but for those that nothing used, and starts to sum them."""
-        return [self.start_sum(slot) for slot in slots if slot.param.grad is not None]
-
     def start_sum(self, slot: Slot) -> Pending:
+        """Takes the gradient from the parameter, and starts to sum it."""
         grad = slot.param.grad
         slot.param.grad = None
         if grad.is_sparse:
@@ -1513,10 +1506,8 @@ class Optimizer:
             elif slot.policy.optimizer == "rmsprop":
                 slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0])}
             else:
-                slot.moments = {
-                    "exp_avg": torch.zeros_like(slot.master),
-                    "exp_avg_sq": torch.zeros_like(slot.master),
-                }
+                names = ("exp_avg", "exp_avg_sq")
+                slot.moments = {name: torch.zeros_like(slot.master) for name in names}
             if self.config.average > 0 and slot.policy.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
@@ -1691,10 +1682,9 @@ class ShardReader:
         if shard < len(self.files):
             self.tokens = self.dataset.read(self.files[shard])
         if self.tokens is None or self.reader_state["offset"] > len(self.tokens):
-            raise UserError(
-                f"{self.dataset.root} has less text than the run has read (shard {shard}, token "
-                f"{self.reader_state['offset']:,}); pass the --data that it began with"
-            )
+            read = f"the run has read (shard {shard}, token {self.reader_state['offset']:,})"
+            way = "pass the --data that it began with"
+            raise UserError(f"{self.dataset.root} has less text than {read}; {way}")
         self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
 
     def next_shard(self) -> None:
@@ -1713,16 +1703,12 @@ class ShardReader:
         self.open_shard()
 
 
-def validation_documents(
-    dataset: Dataset, config: Config
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(sequence, counted) of held-out documents, from their BOS, cut at max_seq_len."""
+def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple]:
+    """(sequence, counted), as for fill_pack, of held-out documents, from their BOS, cut at max_seq_len."""
     bos_id = dataset.tokenizer.bos_id
     for path in dataset.files("val"):
         tokens = dataset.read(path).astype(np.int32)
         starts = np.flatnonzero(tokens == bos_id)
-        if not starts.size:
-            raise UserError(f"{path} has no BOS token ({bos_id}), so no documents; make it again")
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
             end = min(end, start + config.max_seq_len)
             yield tokens[start:end], np.ones(end - start - 1, bool)
@@ -1788,9 +1774,7 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
 
 
 @torch.no_grad()
-def bits_per_byte(
-    model: Callable, batch: Batch, micro_packs: int, token_bytes: Tensor, ranks: Ranks
-) -> float:
+def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ranks) -> float:
     """Nats over targets that carry bytes, divided by ln 2 and by their bytes. token_bytes int (V,)"""
     nats_sum = torch.zeros((), device=ranks.device)
     bytes_sum = torch.zeros((), device=ranks.device)
@@ -2330,11 +2314,9 @@ def start_ranks() -> Ranks:
     if world > 1 and not dist.is_initialized():
         on_gpu = device.type == "cuda"
         # When a process dies, torchrun ends the others; when one hangs, this timeout does.
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            timeout=datetime.timedelta(minutes=10),
-            device_id=device if on_gpu else None,
-        )
+        backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+        timeout = datetime.timedelta(minutes=10)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return Ranks(rank, world, device)
 
 
@@ -2409,8 +2391,6 @@ def micro_batch_limit(config: Config, free: int) -> float:
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
-SHARD_MAGIC = 20240520
-
 
 class Tokenizer:
     """tokenizer.json: split pattern, base64 ranks, special tokens. Only encoding needs tiktoken."""
@@ -2449,12 +2429,8 @@ class Tokenizer:
         """tiktoken's encoder."""
         import tiktoken
 
-        return tiktoken.Encoding(
-            "decoderstack",
-            pat_str=self.pattern,
-            mergeable_ranks=self.mergeable,
-            special_tokens=self.specials,
-        )
+        tokens = {"mergeable_ranks": self.mergeable, "special_tokens": self.specials}
+        return tiktoken.Encoding("decoderstack", pat_str=self.pattern, **tokens)
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2508,10 +2484,7 @@ class Dataset:
         way = "make or download it again with the scripts in data/"
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
-        header = np.frombuffer(content[:1024], "<i4")
         tokens = np.frombuffer(content, "<u2", offset=1024)
-        if header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
-            raise UserError(f"{path} is not a token shard of version 1; {way}")
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UserError(f"{path} holds token {tokens.max()}, which its tokenizer lacks; {way}")
         return tokens
@@ -2838,7 +2811,6 @@ def validate(config: Config) -> None:
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
         "ahead names no loss weight; (1.0,) is that of the next token alone": len(c.ahead) > 0,
-        f"softcap={c.softcap} has neither 0 nor 3 numbers": len(c.softcap) in (0, 3),
         f"ahead_until={c.ahead_until} is not above 0": c.ahead_until > 0,
         f"max_seq_len={c.max_seq_len} is above pack_tokens": c.max_seq_len <= c.pack_tokens,
         f"the shares of the stages add up to {shares:.4f}, not 1": abs(shares - 1) < 1e-6,
@@ -2854,15 +2826,12 @@ def validate(config: Config) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of a training run. runs/finetune.py has them too."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        fromfile_prefix_chars="@",
-        epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
-    )
-    # Its lines hold flags, quotes and comments, which begin at a # behind a blank; the first one perhaps a BOM.
-    comment = re.compile(r"""("[^"]*"|'[^']*')|\ufeff|(?<!\S)#.*""")
-    parser.convert_arg_line_to_args = lambda line: shlex.split(comment.sub(r"\1", line))
+    files = "@FILE reads flags from a file, e.g. @runs/cpu.args"
+    options = {"allow_abbrev": False, "fromfile_prefix_chars": "@", "epilog": files}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **options)
+    # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
+    note = re.compile(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""")
+    parser.convert_arg_line_to_args = lambda line: shlex.split(note.sub(r"\1", line.strip("\ufeff")))
     add = parser.add_argument
     add("--data", type=os.path.expanduser, help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", type=os.path.expanduser, help="where the run is written (default a new dated folder in out/)")
@@ -2912,12 +2881,13 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
             raise UserError(f"{field_.name} is given by a flag and by --set; leave one out")
         if value is not None:
             changes[field_.name] = value
+    if args.steps is not None and args.tokens is not None:
+        print("note: --steps is given, so --tokens does not count", file=sys.stderr)
     if base is not None:
         changes = {**base.chosen, **changes}
     try:
         config = Config(**changes)
-        # By a rule the batch, and so the tokens of N steps, may depend on the length of the run. Rounding may
-        # let this go back and forth by a token.
+        # By a rule the tokens of N steps may depend on the length. By rounding this may go back and forth.
         for _ in range(0 if args.steps is None else 50):
             config = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
         validate(config)
@@ -3030,35 +3000,13 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
-def packed_attention(flash: Callable, **options) -> Callable:
-    """A FlashAttention for packed documents behind our signature."""
-
-    def attention(model, positions_T, cu_seqlens, max_doc):
-        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-
-        def attend(q, k, v, long):
-            window = (model.windows[long], 0)
-            y = flash(q, k, v, *sizes, window_size=window, **options)
-            return y[0] if isinstance(y, tuple) else y
-
-        return attend
-
-    return attention
-
-
-def load_varlen_attention() -> Callable:
+def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return packed_attention(varlen_attn, scale=1.0)
-
-
-def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
-    from kernels import get_kernel
-
-    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
-    return packed_attention(flash, softmax_scale=1.0, causal=True)
+    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+    window = lambda long: (model.windows[long], 0)
+    return lambda q, k, v, long: varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window(long))
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
@@ -3068,12 +3016,7 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
-ATTENTION = {
-    "fa3": load_fa3_attention,
-    "triton": lambda: triton_attention,
-    "varlen": load_varlen_attention,
-    "sdpa": lambda: sdpa_attention,
-}
+ATTENTION = {"triton": triton_attention, "varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
 def probe_attention(attention: Callable, model: nn.Module) -> None:
@@ -3099,7 +3042,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
         names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
     for name in names:
         try:
-            attention = ATTENTION[name]()
+            attention = ATTENTION[name]
             probe_attention(attention, model)
         except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
             say(f"attention: {name} skipped ({type(error).__name__}: {str(error)[:120]})")
@@ -3123,11 +3066,8 @@ def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
 
 # Operator names are global. A second copy of this file in a process (that of a run directory) uses
 # the next free prefix.
-OPS = next(
-    f"decoderstack{n}"
-    for n in range(1000)
-    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "linear_ce")
-)
+prefixes = (f"decoderstack{n}" for n in range(1000))
+OPS = next(name for name in prefixes if not hasattr(getattr(torch.ops, name), "linear_ce"))
 
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
@@ -3273,16 +3213,11 @@ def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=T
     if grad:
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
-    softcap_ce_kernel[(n,)](
-        *tensors, first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)),
-        V=V,
-        CAP=len(cap) > 0,
-        TERMS=terms,
-        PAD=max(2, triton.next_power_of_2(terms)),
-        FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
-        BLOCK=triton.next_power_of_2(V),
-        num_warps=16,
-    )  # fmt: skip
+    numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
+    sizes = {"V": V, "TERMS": terms, "PAD": max(2, triton.next_power_of_2(terms))}
+    sizes |= {"BLOCK": triton.next_power_of_2(V), "num_warps": 16}
+    fast = grad and logits.is_cuda and logits.dtype != torch.float32
+    softcap_ce_kernel[(n,)](*tensors, *numbers, CAP=len(cap) > 0, FAST=fast, **sizes)
     return losses, nats, gradient
 
 
@@ -3606,11 +3541,8 @@ def update_rows_kernel(
         g = tl.zeros((BLOCK,), tl.float32)
         while tl.max(equal.to(tl.int32), 0) > 0:
             at = tl.load(order + member, mask=equal, other=0)
-            part = tl.load(
-                grad + at[:, None] * C + column,
-                mask=equal[:, None] & inside[None, :],
-                other=0.0,
-            )
+            mask = equal[:, None] & inside[None, :]
+            part = tl.load(grad + at[:, None] * C + column, mask=mask, other=0.0)
             g += tl.sum(part.to(tl.float32), 0)
             member += GROUP
             equal = tl.load(index + member, mask=member < N, other=-1) == row
@@ -3669,8 +3601,7 @@ def store_relu2(acc, aux, out, out_T, m0, n0, factor):
 def linear_relu2_kernel(
     a, b, aux, out, out_T,
     factor, M, N, K,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """linear_relu2 on descriptors of a (M, K), b (N, K), aux (its post) and out (M, N), and out_T (N, M)."""
     tiles_m = tl.cdiv(M, BM)

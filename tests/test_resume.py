@@ -113,7 +113,7 @@ def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, name,
 
 @pytest.mark.parametrize("name", ("SIGTERM", "SIGINT", "SIGHUP"))
 def test_signal_saves_and_resumes(finished, dataset_dir, tmp_path, monkeypatch, name):  # noqa: F811
-    """SIGTERM, Ctrl-C or a closed terminal in step 4: a checkpoint of step 4, exit code 1 and the way to go on, which loses nothing."""
+    """SIGTERM, Ctrl-C or a closed terminal in step 4: a checkpoint of step 4, exit code 1 and how to go on."""
     run_dir = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         stop_at(patch, 4, getattr(signal, name))
@@ -433,8 +433,8 @@ def test_a_longer_run_has_the_stages_of_its_length(dataset_dir, tmp_path):
         passes(*flags(dataset_dir, tmp_path / name, "--tokens", tokens, **shape))
     done = saved(tmp_path / "short")[-1]
     passes("--resume", "--run-dir", tmp_path / "short", "--tokens", "9000")
-    found, want = ({e["step"]: (e["tokens"], e["lr"]) for e in entries(tmp_path / n) if "loss" in e and e["step"] > done}
-                   for n in ("short", "long"))  # fmt: skip
+    logs = [[e for e in entries(tmp_path / name) if "loss" in e and e["step"] > done] for name in ("short", "long")]
+    found, want = ([(e["step"], e["tokens"], e["lr"]) for e in log] for log in logs)
     assert found == want and len(ts.read_config(tmp_path / "short").stages) > 3
     assert [start["changed"] for start in ts.read_description(tmp_path / "short")["starts"]] == [[], []]
 
