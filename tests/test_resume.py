@@ -428,14 +428,14 @@ def test_resume_remembers_new_flags(run_dir):
 
 def test_a_longer_run_has_the_stages_of_its_length(dataset_dir, tmp_path):
     """Stages by the rule are derived anew: from the step reached on, tokens and rates are those of a fresh run."""
-    shape = {"stages": "()", "fewest_packs": 1, "max_epochs": 9}
-    for name, tokens in (("short", 1800), ("long", 9000)):
-        passes(*flags(dataset_dir, tmp_path / name, "--tokens", tokens, **shape))
-    done = saved(tmp_path / "short")[-1]
-    passes("--resume", "--run-dir", tmp_path / "short", "--tokens", "9000")
-    logs = [[e for e in entries(tmp_path / name) if "loss" in e and e["step"] > done] for name in ("short", "long")]
+    for name, steps in (("short", 6), ("long", 14)):
+        passes(*flags(dataset_dir, tmp_path / name, steps=steps, stages="()", fewest_packs=1))
+    short, long = (ts.read_config(tmp_path / name) for name in ("short", "long"))
+    assert len(short.stages) < len(long.stages)
+    passes("--resume", "--run-dir", tmp_path / "short", "--tokens", long.tokens)
+    logs = [[e for e in entries(tmp_path / name) if "loss" in e and e["step"] > 6] for name in ("short", "long")]
     found, want = ([(e["step"], e["tokens"], e["lr"]) for e in log] for log in logs)
-    assert found == want and len(ts.read_config(tmp_path / "short").stages) > 3
+    assert found == want and len(found) == 8 and ts.read_config(tmp_path / "short").stages == long.stages
     assert [start["changed"] for start in ts.read_description(tmp_path / "short")["starts"]] == [[], []]
 
 

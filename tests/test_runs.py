@@ -473,7 +473,7 @@ def test_validation_text_must_have_bytes(tmp_path):
 
 
 def test_a_very_long_run_is_refused_at_once(dataset_dir, tmp_path):
-    assert "asks for 384,000,000,000" in refused(*flags(dataset_dir, tmp_path / "run", steps=10**9))
+    assert "asks for 384,000,000," in refused(*flags(dataset_dir, tmp_path / "run", steps=10**9))
 
 
 def test_too_little_data(dataset, dataset_dir, tmp_path):
