@@ -68,11 +68,13 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import bisect
 import contextlib
 import dataclasses
 import datetime
 import functools
 import gc
+import getpass
 import hashlib
 import itertools
 import json
@@ -80,6 +82,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -97,6 +100,17 @@ SOURCE = Path(__file__).read_bytes()
 # With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
 # register_autograd() is given, and would keep using an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
+# Where containers and others run, /tmp and the home are lost or missing, and the user may have no name.
+try:
+    getpass.getuser()
+except (KeyError, OSError):
+    os.environ["USER"] = "unnamed"  # torch's compiler wants to know it
+CACHE = Path("out/cache").absolute()
+parent = next(folder for folder in CACHE.parents if folder.is_dir())
+if os.access(parent, os.W_OK) and shutil.disk_usage(parent).free > 2**30:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
 
 import filelock
 import numpy as np
@@ -203,6 +217,7 @@ class Config:
     shared_input_from = -1
     swiglu = rotary_full = False
     average = 0.0
+    chosen = property(vars)  # a run that is made longer keeps its batch
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -366,17 +381,6 @@ def stage_index(config: Config, step: int) -> int:
     return len(config.stages) - 1
 
 
-def packs_left(config: Config, step: int) -> float:
-    """How many packs the run still trains on after so many steps."""
-    ahead = 1 - step / config.num_steps
-    packs = 0.0
-    for stage in reversed(config.stage_table):
-        share = min(stage.share, ahead)
-        packs += share * stage.packs
-        ahead -= share
-    return packs * config.num_steps
-
-
 def lr_multiplier(config: Config, step: int) -> float:
     """The stage's factor; over the last `cooldown` of the run it is blended linearly into lr_floor.
 
@@ -444,7 +448,11 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     ranks = start_ranks()
     job = job or pretraining_job(config)
     check_length(job, ranks)
-    run = open_run(job, args, ranks)
+    run_dir, lock = prepare_run_dir(job, args, ranks)
+    machine = describe_machine(ranks)
+    run = Run(job, args, ranks, run_dir, lock, machine, identity(job), Log(run_dir, ranks))
+    if job.config.wandb and ranks.is_main:
+        run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
     changed = check_same_run(run) if args.resume else []
 
     # Everything is compiled on dummy tokens, before the clock starts.
@@ -460,6 +468,7 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     else:
         if job.load_start:
             job.load_start(run.state)
+        run.log.rewind(-1)  # what a start without a checkpoint has left
         describe_start(run, {"overridden": args.set}, [])
 
     prepare_loop(run)
@@ -798,7 +807,7 @@ class Linear8(torch.autograd.Function):
         norm_g = largest_row_norm(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / norm_g, E5M2)
         unit = norm_g / (E4M3_MAX * E5M2_MAX)
-        dx = product8(g8, w8.transposed, unit * w8.row_norm, g.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row_norm, g.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * norm_x, g.dtype)
         return dx, dw, None, None, None
 
@@ -1337,7 +1346,7 @@ def adam_update(
 
 @functools.cache
 def one_graph(function: Callable) -> Callable:
-    """One of the three above, compiled for all sizes; numbers become 0-D tensors, so that new ones compile nothing."""
+    """A function without gradients, compiled for all sizes; numbers become 0-D tensors: new ones compile nothing."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -1448,7 +1457,7 @@ class Optimizer:
         now = [slot for slot in self.slots if slot not in late]
 
         # 1. The gradients that this step uses are summed. Those of late tables started after the last step.
-        gradients = self.start_reduce(now)
+        gradients = [self.start_sum(slot) for slot in now if slot.param.grad is not None]
         if scaled and not self.all_finite(gradients):
             return False
         if not scaled:
@@ -1473,7 +1482,7 @@ class Optimizer:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
         # 4. The gradients of late tables travel while it computes.
-        self.late = self.start_reduce(late)
+        self.late = [self.start_sum(slot) for slot in late if slot.param.grad is not None]
         return True
 
     def own_param(self, slot: Slot) -> Tensor | None:
@@ -1483,9 +1492,7 @@ class Optimizer:
             return self.slice(slot, own)  # RMSProp writes no row that has no gradient
         return None if own.data_ptr() == slot.master.data_ptr() else own
 
-    def update(
-        self, gradient: Pending, own, updates: int, lr_mult: float, momentum: float, grad_scale: float
-    ) -> None:
+    def update(self, gradient: Pending, own, updates: int, lr_mult, momentum, grad_scale) -> None:
         """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
         policy = gradient.slot.policy
         numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
@@ -1527,11 +1534,8 @@ class Optimizer:
 
     # -- communication
 
-    def start_reduce(self, slots: list[Slot]) -> list[Pending]:
-        """Takes the gradients from the parameters, but for those that nothing used, and starts to sum them."""
-        return [self.start_sum(slot) for slot in slots if slot.param.grad is not None]
-
     def start_sum(self, slot: Slot) -> Pending:
+        """Takes the gradient from the parameter, and starts to sum it."""
         grad = slot.param.grad
         slot.param.grad = None
         if grad.is_sparse:
@@ -1608,10 +1612,8 @@ class Optimizer:
             elif slot.policy.optimizer == "rmsprop":
                 slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0])}
             else:
-                slot.moments = {
-                    "exp_avg": torch.zeros_like(slot.master),
-                    "exp_avg_sq": torch.zeros_like(slot.master),
-                }
+                names = ("exp_avg", "exp_avg_sq")
+                slot.moments = {name: torch.zeros_like(slot.master) for name in names}
             if self.config.average > 0 and slot.policy.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
@@ -1665,11 +1667,19 @@ class Optimizer:
                 index = state.get(f"{slot.name}.index")
                 self.late.append(Pending(slot, grad, None if index is None else index.to(grad.device)))
 
-    def all_finite(self, gradients: list[Pending]) -> bool:
-        """Whether no gradient of any rank overflowed."""
+    def is_finite(self) -> bool:
+        """Whether all that a checkpoint holds is finite. Every rank must call it."""
+        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
+        return self.all_finite(self.late, tensors)
+
+    def all_finite(self, gradients: list[Pending], tensors=()) -> bool:
+        """Whether no gradient of any rank overflowed, and none of the tensors."""
         for gradient in gradients:
             gradient.wait()
-        finite = torch.stack([gradient.tensor.isfinite().all() for gradient in gradients]).all().float()
+        tensors = [*tensors, *(gradient.tensor for gradient in gradients)]
+        # A norm needs no memory, unlike isfinite().
+        largest = [torch.linalg.vector_norm(t, math.inf, dtype=torch.float32) for t in tensors]
+        finite = torch.stack(largest).isfinite().all().float()
         if self.ranks.world > 1:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return finite.item() > 0
@@ -1778,10 +1788,9 @@ class ShardReader:
         if shard < len(self.files):
             self.tokens = self.dataset.read(self.files[shard])
         if self.tokens is None or self.reader_state["offset"] > len(self.tokens):
-            raise UserError(
-                f"{self.dataset.root} has less text than the run has read (shard {shard}, token "
-                f"{self.reader_state['offset']:,}); pass the --data that it began with"
-            )
+            read = f"the run has read (shard {shard}, token {self.reader_state['offset']:,})"
+            way = "pass the --data that it began with"
+            raise UserError(f"{self.dataset.root} has less text than {read}; {way}")
         self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
 
     def next_shard(self) -> None:
@@ -1800,16 +1809,12 @@ class ShardReader:
         self.open_shard()
 
 
-def validation_documents(
-    dataset: Dataset, config: Config
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(sequence, counted) of held-out documents, from their BOS, cut at max_seq_len."""
+def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple]:
+    """(sequence, counted), as for fill_pack, of held-out documents, from their BOS, cut at max_seq_len."""
     bos_id = dataset.tokenizer.bos_id
     for path in dataset.files("val"):
         tokens = dataset.read(path).astype(np.int32)
         starts = np.flatnonzero(tokens == bos_id)
-        if not starts.size:
-            raise UserError(f"{path} has no BOS token ({bos_id}), so no documents; make it again")
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
             end = min(end, start + config.max_seq_len)
             yield tokens[start:end], np.ones(end - start - 1, bool)
@@ -1875,9 +1880,7 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
 
 
 @torch.no_grad()
-def bits_per_byte(
-    model: Callable, batch: Batch, micro_packs: int, token_bytes: Tensor, ranks: Ranks
-) -> float:
+def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ranks) -> float:
     """Nats over targets that carry bytes, divided by ln 2 and by their bytes. token_bytes int (V,)"""
     nats_sum = torch.zeros((), device=ranks.device)
     bytes_sum = torch.zeros((), device=ranks.device)
@@ -1985,8 +1988,12 @@ def pretraining_job(config: Config) -> Job:
 def check_length(job: Job, ranks: Ranks) -> None:
     """Raises UserError if the run needs more text than there is; warns if text is read again and learned by heart."""
     config = job.config
-    stages = [stage_index(config, step) for step in range(config.num_steps)]
-    needed = sum(config.stage_table[stage].packs for stage in stages) * config.pack_tokens
+    needed = begin = 0
+    for index, stage in enumerate(config.stage_table):
+        steps = range(config.num_steps)
+        end = bisect.bisect(steps, index, key=lambda step: stage_index(config, step))
+        needed += (end - begin) * stage.packs * config.pack_tokens
+        begin = end
     if needed > job.available:
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
@@ -2031,15 +2038,6 @@ class Run:
     logged: Progress | None = None  # at the last line
 
 
-def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
-    run_dir, lock = prepare_run_dir(job, args, ranks)
-    machine = describe_machine(ranks)
-    log = Log(run_dir, ranks)
-    if job.config.wandb and ranks.is_main:
-        log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
-    return Run(job, args, ranks, run_dir, lock, machine, identity(job), log)
-
-
 def describe_run(run: Run) -> None:
     """The first lines on the screen."""
     config = run.job.config
@@ -2061,9 +2059,7 @@ FREE_ON_RESUME = (
 
 def identity(job: Job) -> dict:
     """What identifies a run: script, data and recipe. Its checkpoints repeat it."""
-    recipe = dataclasses.asdict(job.config)
-    for name in FREE_ON_RESUME:
-        recipe.pop(name, None)
+    recipe = {name: value for name, value in job.config.chosen.items() if name not in FREE_ON_RESUME}
     script = hashlib.sha256(SOURCE).hexdigest()
     whole = {"script": script, "data": job.fingerprint, **job.description, **recipe}
     return json.loads(json.dumps(whole))  # with lists for tuples, as it comes back from a file
@@ -2113,7 +2109,10 @@ def resume(run: Run, changed: list[str]) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    saved = load_checkpoint(run.state, folder)
+    try:
+        saved = load_checkpoint(run.state, folder)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{folder} does not fit this script and recipe ({error}); undo what changed") from None
     step = run.state.step
     is_done = step >= run.job.config.num_steps
     run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
@@ -2123,6 +2122,8 @@ def resume(run: Run, changed: list[str]) -> None:
         run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
+    if is_done and (run.state.samples or step > run.job.config.num_steps):
+        run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
     # The next --resume keeps the flags of this one. What the run reported at an earlier end is out of date.
     if run.ranks.is_main and not is_done:
@@ -2191,8 +2192,9 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         **batch.notes,
     }
     run.log.write(entry)
-    packs = config.stage_table[stage_index(config, state.step - 1)].packs
-    eta = packs_left(config, state.step) / packs * entry["step_ms"] / 1e3
+    eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
+    if not run.job.step:  # later steps may be larger
+        eta = max(config.tokens - progress.tokens, 0) / entry["tokens_per_second"]
     notes = "".join(f" | {name} {value:.4g}" for name, value in batch.notes.items())
     run.log.say(step_line(entry, config.num_steps, eta) + notes)
     run.logged = dataclasses.replace(progress)
@@ -2220,15 +2222,20 @@ def evaluate(run: Run) -> dict:
 
 
 def check_finite(run: Run, name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise UserError(
-            f"{name} became {value} at step {run.state.step}; continue from the last checkpoint with --resume "
-            f"--resume-changed, or start again, with lower rates, e.g. half of --set muon_lr= and --set adam_lr="
-        )
+    """Raises UserError with the way back: every checkpoint is finite, as save() asks too."""
+    if math.isfinite(value):
+        return
+    way = "start again"
+    for folder in checkpoints(run.run_dir)[-1:]:
+        way = f"continue from {folder} with --resume --resume-changed"
+    rates = "lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+    raise UserError(f"{name} became {value} at step {run.state.step}; {way} and {rates}")
 
 
 def save(run: Run) -> None:
     begin = time.perf_counter()
+    if not run.state.optimizer.is_finite():
+        check_finite(run, "a weight or moment", math.nan)
     progress = dataclasses.asdict(run.progress)
     save_checkpoint(run.state, run.run_dir, {"identity": run.identity, **progress})
     seconds = time.perf_counter() - begin
@@ -2274,12 +2281,15 @@ def report(run: Run) -> None:
 
 
 class Stopper:
-    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
+    """Turns SIGTERM, Ctrl-C and the end of the terminal into a flag that the loop reads between steps."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.caught_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+        if signal.getsignal(hang_up) == signal.SIG_IGN:  # by nohup
+            hang_up = signal.SIGTERM
+        for number in (signal.SIGTERM, signal.SIGINT, hang_up):
             signal.signal(number, self.catch)
 
     def catch(self, number, frame) -> None:
@@ -2410,11 +2420,9 @@ def start_ranks() -> Ranks:
     if world > 1 and not dist.is_initialized():
         on_gpu = device.type == "cuda"
         # When a process dies, torchrun ends the others; when one hangs, this timeout does.
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            timeout=datetime.timedelta(minutes=10),
-            device_id=device if on_gpu else None,
-        )
+        backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+        timeout = datetime.timedelta(minutes=10)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return Ranks(rank, world, device)
 
 
@@ -2506,8 +2514,6 @@ def micro_batch_limit(config: Config, free: int) -> float:
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
-SHARD_MAGIC = 20240520
-
 
 class Tokenizer:
     """tokenizer.json: split pattern, base64 ranks, special tokens. Only encoding needs tiktoken."""
@@ -2531,15 +2537,11 @@ class Tokenizer:
 
     def prefixes(self) -> list[int]:
         """For each token the longest other one that its bytes begin with, or -1: a coarser target (record 88)."""
-
-        def longest_prefix(text: bytes) -> int:
-            for length in range(len(text) - 1, 0, -1):
-                if text[:length] in self.mergeable:
-                    return self.mergeable[text[:length]]
-            return -1
-
-        special = self.vocab_size - len(self.mergeable)
-        return [longest_prefix(text) for text in self.mergeable] + [-1] * special
+        found = []
+        for text in self.mergeable:
+            shorter = (self.mergeable.get(text[:length]) for length in range(len(text) - 1, 0, -1))
+            found.append(next((index for index in shorter if index is not None), -1))
+        return found + [-1] * (self.vocab_size - len(found))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text."""
@@ -2550,12 +2552,8 @@ class Tokenizer:
         """tiktoken's encoder."""
         import tiktoken
 
-        return tiktoken.Encoding(
-            "decoderstack",
-            pat_str=self.pattern,
-            mergeable_ranks=self.mergeable,
-            special_tokens=self.specials,
-        )
+        tokens = {"mergeable_ranks": self.mergeable, "special_tokens": self.specials}
+        return tiktoken.Encoding("decoderstack", pat_str=self.pattern, **tokens)
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2609,10 +2607,7 @@ class Dataset:
         way = "make or download it again with the scripts in data/"
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
-        header = np.frombuffer(content[:1024], "<i4")
         tokens = np.frombuffer(content, "<u2", offset=1024)
-        if header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
-            raise UserError(f"{path} is not a token shard of version 1; {way}")
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UserError(f"{path} holds token {tokens.max()}, which its tokenizer lacks; {way}")
         return tokens
@@ -2645,6 +2640,9 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         now = datetime.datetime.now()
         kind = "" if job.command == "pretrain" else f"_{job.command}"
         run_dir = Path(args.run_dir or f"out/{now:%Y-%m-%d_%H-%M-%S}_{Path(__file__).stem}{kind}")
+        if run_dir.is_symlink() and not run_dir.exists():
+            way = "make that folder, or name another --run-dir"
+            raise UserError(f"{run_dir} points to {run_dir.readlink()}, which does not exist; {way}")
         run_dir.mkdir(parents=True, exist_ok=True)
         # A process may use its own run again.
         lock = filelock.FileLock(run_dir / ".lock", is_singleton=True)
@@ -2655,7 +2653,9 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
             pass  # the file system has no locks
-        if not args.resume and (run_dir / "log.jsonl").exists():
+        # Without them a run ended before its first save, and may start again.
+        begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
+        if begun and not args.resume:
             way = "continue it with --resume, remove it, or name another --run-dir"
             raise UserError(f"{run_dir} already holds a run; {way}")
     return ranks.gather(run_dir)[0], lock
@@ -2699,11 +2699,19 @@ class Log:
             id_path.write_text(os.urandom(4).hex())
         project = os.environ.get("WANDB_PROJECT", "decoderstack")
         options = {"id": id_path.read_text(), "resume": "allow", "dir": str(self.path.parent)}
-        self.wandb = wandb.init(project=project, name=name, config=config, **options)
+        try:
+            self.wandb = wandb.init(project=project, name=name, config=config, **options)
+        except wandb.errors.UsageError as error:  # no key
+            way = "log in with `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"--wandb cannot begin ({str(error).splitlines()[0]}); {way}") from None
 
     def say(self, text: str) -> None:
-        if self.active:
+        if not self.active:
+            return
+        try:
             print(text, flush=True)
+        except OSError:  # `| head` has ended, or the terminal: the run does without
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def write(self, entry: dict) -> None:
         """Adds an object to log.jsonl, and its numbers to wandb."""
@@ -2779,10 +2787,25 @@ def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dic
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(write_tensors, paths, tensors))
     files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
-    text = json.dumps({**description, "files": files}, indent=1)
-    write_atomically(temporary / "state.json", text.encode())
+    write_atomically(temporary / "state.json", seal({**description, "files": files}))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
+
+
+def seal(description: dict) -> bytes:
+    """JSON whose last entry is the sha256 of the JSON without it."""
+    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
+    return json.dumps({**description, "sha256": digest}, indent=1).encode()
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint. Raises: OSError, or ValueError if it is not what was saved"""
+    content = (folder / "state.json").read_bytes()
+    saved = json.loads(content)
+    saved.pop("sha256", None)
+    if seal(saved) != content:
+        raise ValueError("state.json was changed, or written by another version of the script")
+    return saved
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
@@ -2828,8 +2851,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
     scores = dict.fromkeys(folders, math.inf)
     for folder in folders:
         with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
-            saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
+            scores[folder] = (read_state(folder)["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
     for folder in folders[: -max(keep, 1)]:
         if folder != best or scores[best] == math.inf:
@@ -2839,7 +2861,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
 def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     """Returns state.json; raises UserError if it or one of the named files is not what was saved."""
     try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
     except (OSError, ValueError) as error:
@@ -2862,12 +2884,13 @@ def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
         if saved["identity"] in own and folder.name == f"step_{saved['step']:06d}":
             return folder
         say(f"skipped {folder.name}: it is of another run or another step")
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume")
+    way = "start again without --resume, in another --run-dir"
+    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
     """Restores weights and moments, on any number of ranks; returns state.json."""
-    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    saved = read_state(folder)
     weights, moments = (safetensors.torch.load_file(folder / name) for name in CHECKPOINT_FILES)
     state.optimizer.load(weights, moments, saved["optimizer_count"])
     buffers = dict(state.model.named_buffers())
@@ -2875,7 +2898,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
         buffers[name].copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
-    state.samples = saved.get("samples", 0)  # older scripts did not count them
+    state.samples = saved["samples"]
     if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
         state.loss_scale = saved["loss_scale"]
     return saved
@@ -2906,6 +2929,8 @@ def validate(config: Config) -> None:
         f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
+        "ahead names no loss weight; (1.0,) is that of the next token alone": len(c.ahead) > 0,
+        f"ahead_until={c.ahead_until} is not above 0": c.ahead_until > 0,
         f"max_seq_len={c.max_seq_len} is above pack_tokens": c.max_seq_len <= c.pack_tokens,
         f"the shares of the stages add up to {shares:.4f}, not 1": abs(shares - 1) < 1e-6,
         f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}": (
@@ -2920,17 +2945,15 @@ def validate(config: Config) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of a training run. runs/finetune.py has them too."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        fromfile_prefix_chars="@",
-        epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
-    )
-    # A line of such a file may hold several flags, and a comment.
-    parser.convert_arg_line_to_args = lambda line: line.split("#")[0].split()
+    files = "@FILE reads flags from a file, e.g. @runs/cpu.args"
+    options = {"allow_abbrev": False, "fromfile_prefix_chars": "@", "epilog": files}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **options)
+    # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
+    note = re.compile(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""")
+    parser.convert_arg_line_to_args = lambda line: shlex.split(note.sub(r"\1", line.strip("\ufeff")))
     add = parser.add_argument
-    add("--data", help="dataset directory (default data/shards/climbmix)")
-    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
+    add("--data", type=os.path.expanduser, help="dataset directory (default data/shards/climbmix)")
+    add("--run-dir", type=os.path.expanduser, help="where the run is written (default a new dated folder in out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add("--resume-changed", action="store_true", help="--resume with another script or recipe")
     add("--steps", type=int, help="length of the run in steps")
@@ -2977,17 +3000,20 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
             raise UserError(f"{field_.name} is given by a flag and by --set; leave one out")
         if value is not None:
             changes[field_.name] = value
+    if args.steps is not None and args.tokens is not None:
+        print("note: --steps is given, so --tokens does not count", file=sys.stderr)
     if base is not None:
-        changes = {**vars(base), **changes}
-    config = Config(**changes)
-
-    # By a rule the batch, and so the tokens of N steps, may depend on the length of the run.
-    while args.steps is not None:
-        longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
-        if longer == config:
-            break
-        config = longer
-    validate(config)
+        changes = {**base.chosen, **changes}
+    try:
+        config = Config(**changes)
+        # By a rule the tokens of N steps may depend on the length. By rounding this may go back and forth.
+        for _ in range(0 if args.steps is None else 50):
+            config = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
+        validate(config)
+        for schedule in (lr_multiplier, muon_momentum, loss_weights):
+            schedule(config, 0)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"these values do not fit ({error}); compare them with those of Config") from None
     return config
 
 
@@ -3001,6 +3027,8 @@ def make_config(args: argparse.Namespace) -> Config:
         args.run_dir = str(Path(__file__).parent)
     run_dir = Path(args.run_dir)
     description = read_description(run_dir)
+    if not {"command", "folder", "starts"} <= description.keys():
+        raise UserError(f"{run_dir} is of an older script; continue it with the script that lies there")
     if description["command"] != "pretrain":
         tool = f"runs/{description['command']}.py"
         raise UserError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
@@ -3026,7 +3054,12 @@ def run_command(command: Callable[[], dict]) -> int:
     except KeyboardInterrupt:
         print("stopped at once; continue from the last checkpoint with --resume", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
+        # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
+        if isinstance(error, OSError | dist.DistError) or "gloo" in str(error):
+            way = "fix that, then continue with --resume, or start again if nothing is saved yet"
+            print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
+            return 1
         print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
         raise
     finally:
@@ -3086,35 +3119,13 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
-def packed_attention(flash: Callable, **options) -> Callable:
-    """A FlashAttention for packed documents behind our signature."""
-
-    def attention(model, positions_T, cu_seqlens, max_doc):
-        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-
-        def attend(q, k, v, long):
-            window = (model.windows[long], 0)
-            y = flash(q, k, v, *sizes, window_size=window, **options)
-            return y[0] if isinstance(y, tuple) else y
-
-        return attend
-
-    return attention
-
-
-def load_varlen_attention() -> Callable:
+def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return packed_attention(varlen_attn, scale=1.0)
-
-
-def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
-    from kernels import get_kernel
-
-    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
-    return packed_attention(flash, softmax_scale=1.0, causal=True)
+    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+    window = lambda long: (model.windows[long], 0)
+    return lambda q, k, v, long: varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window(long))
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
@@ -3124,12 +3135,7 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
-ATTENTION = {
-    "fa3": load_fa3_attention,
-    "triton": lambda: triton_attention,
-    "varlen": load_varlen_attention,
-    "sdpa": lambda: sdpa_attention,
-}
+ATTENTION = {"triton": triton_attention, "varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
 def probe_attention(attention: Callable, model: nn.Module) -> None:
@@ -3155,7 +3161,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
         names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
     for name in names:
         try:
-            attention = ATTENTION[name]()
+            attention = ATTENTION[name]
             probe_attention(attention, model)
         except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
             say(f"attention: {name} skipped ({type(error).__name__}: {str(error)[:120]})")
@@ -3179,11 +3185,8 @@ def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
 
 # Operator names are global. A second copy of this file in a process (that of a run directory) uses
 # the next free prefix.
-OPS = next(
-    f"decoderstack{n}"
-    for n in range(1000)
-    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "linear_ce")
-)
+prefixes = (f"decoderstack{n}" for n in range(1000))
+OPS = next(name for name in prefixes if not hasattr(getattr(torch.ops, name), "linear_ce"))
 
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
@@ -3329,16 +3332,11 @@ def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=T
     if grad:
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
-    softcap_ce_kernel[(n,)](
-        *tensors, first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)),
-        V=V,
-        CAP=len(cap) > 0,
-        TERMS=terms,
-        PAD=max(2, triton.next_power_of_2(terms)),
-        FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
-        BLOCK=triton.next_power_of_2(V),
-        num_warps=16,
-    )  # fmt: skip
+    numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
+    sizes = {"V": V, "TERMS": terms, "PAD": max(2, triton.next_power_of_2(terms))}
+    sizes |= {"BLOCK": triton.next_power_of_2(V), "num_warps": 16}
+    fast = grad and logits.is_cuda and logits.dtype != torch.float32
+    softcap_ce_kernel[(n,)](*tensors, *numbers, CAP=len(cap) > 0, FAST=fast, **sizes)
     return losses, nats, gradient
 
 
@@ -3662,11 +3660,8 @@ def update_rows_kernel(
         g = tl.zeros((BLOCK,), tl.float32)
         while tl.max(equal.to(tl.int32), 0) > 0:
             at = tl.load(order + member, mask=equal, other=0)
-            part = tl.load(
-                grad + at[:, None] * C + column,
-                mask=equal[:, None] & inside[None, :],
-                other=0.0,
-            )
+            mask = equal[:, None] & inside[None, :]
+            part = tl.load(grad + at[:, None] * C + column, mask=mask, other=0.0)
             g += tl.sum(part.to(tl.float32), 0)
             member += GROUP
             equal = tl.load(index + member, mask=member < N, other=-1) == row
@@ -3725,8 +3720,7 @@ def store_relu2(acc, aux, out, out_T, m0, n0, factor):
 def linear_relu2_kernel(
     a, b, aux, out, out_T,
     factor, M, N, K,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """linear_relu2 on descriptors of a (M, K), b (N, K), aux (its post) and out (M, N), and out_T (N, M)."""
     tiles_m = tl.cdiv(M, BM)
@@ -4143,12 +4137,13 @@ def norm_rotate_grad(
         grid = (triton.cdiv(N * H, ROTATE_ROWS),)
         norm_rotate_grad_kernel[grid](*tensors, unit, out, T, N, H, every, K, ROTATE_ROWS)
 
-    # The scale comes from a sample, every 64th token. e5m2 has 32 binades: other tokens may exceed the
-    # sample by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
-    sample = qkv.new_empty(math.ceil(T / 64), 3, H, K)
-    launch(sample, torch.ones((), device=qkv.device), 64)
-    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
-    unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    # The scale comes from every 63rd token, odd as documents often begin at multiples of 64, and from one
+    # channel of all values, as sampled tokens may have no gradient. e5m2 has 32 binades: other numbers may
+    # exceed these by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
+    sample = qkv.new_empty(math.ceil(T / 63), 3, H, K)
+    launch(sample, torch.ones((), device=qkv.device), 63)
+    sizes = [torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) for x in (sample, dv[..., 0])]
+    unit = torch.maximum(*sizes).clamp(min=1e-30) * (256 / E5M2_MAX)
 
     dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
     launch(dqkv, unit, 1)
@@ -4191,7 +4186,10 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
     if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
-    return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
+    # Validation and decoding run this outside of a compiled model.
+    eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    rotated = one_graph(norm_rotate) if eager else norm_rotate
+    return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 
 # <<< shared: sections_10_to_12

@@ -360,15 +360,21 @@ def test_qkv_fp8(device):
 
 
 @devices
-@pytest.mark.parametrize("full", [False, True], ids=["half", "full"])
-def test_norm_rotate_grad(full, device):
-    """Against autograd in float64; the scale is that of every 64th token."""
+@pytest.mark.parametrize("full, few", [(False, False), (True, False), (True, True)], ids=["half", "full", "few"])
+def test_norm_rotate_grad(full, few, device):
+    """Against autograd in float64; the scale is that of every 63rd token and of the values' first channel.
+
+    few: only tokens that are not sampled have a gradient.
+    """
     cuda = device == "cuda"
     needs_hopper(device)
     dtype, (T, H, width) = (torch.bfloat16, (5003, 6, 128)) if cuda else (torch.float32, (197, 2, 32))
     cos, sin = rotary(T, width, dtype, device, full)
     scale, grads = torch.tensor(0.1, device=device), torch.randn(3, T, H, width, device=device).to(dtype)
-    grads[:, 64] *= 1000
+    grads[:, 63] *= 1000
+    if few:
+        grads *= 1e-3
+        grads[:, ::63] = 0
     before = torch.randn(T, 3, H, width, device=device, dtype=torch.float64, requires_grad=True)
     after = K.norm_rotate(before, cos.double(), sin.double(), scale.double())
     (want,) = torch.autograd.grad(after, before, list(grads.double()))
@@ -376,8 +382,19 @@ def test_norm_rotate_grad(full, device):
     got, unit = K.norm_rotate_grad(torch.stack(after, 1).detach().to(dtype), rstd.detach(), *grads, cos, sin, scale)
     assert got.dtype == K.E5M2 and got.shape == want.shape
     close(got.double() * unit, want, 0.08 if cuda else 0.15)
-    sampled = want[::64].abs().amax().float() * 256 / K.E5M2_MAX
+    sampled = torch.maximum(want[::63].abs().amax(), grads[2, ..., 0].abs().amax()).float() * 256 / K.E5M2_MAX
     torch.testing.assert_close(unit, sampled, rtol=1e-2 if cuda else 1e-5, atol=0)
+
+
+@pytest.mark.parametrize("T", (1, 5, 64))
+def test_norm_rotate_outside_of_a_compiled_model(T):
+    """What project_qkv runs on CUDA: one compiled function, for all lengths and for views."""
+    qkv = torch.randn(2 * T, 4, 2, 32).bfloat16()[::2, :3]
+    cos, sin = (x[::2, :1] for x in torch.rand(2, 2 * T, 2, 32).bfloat16())
+    with torch.no_grad():
+        found = K.one_graph(K.norm_rotate)(qkv, cos, sin, torch.tensor(0.1))
+        for a, b in zip(found, K.norm_rotate(qkv, cos, sin, torch.tensor(0.1)), strict=True):
+            torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
 
 
 @devices

@@ -318,13 +318,6 @@ def test_stage_borders():
         assert sum(counts) == steps and all(abs(n - steps / 3) < 1 for n in counts)
 
 
-def test_packs_left():
-    """Thirds of 300 steps with 1, 2 and 3 packs each: the time left grows with the batches to come."""
-    config = schedule_config()
-    found = [ts.packs_left(config, step) for step in (0, 50, 100, 150, 200, 299, 300)]
-    assert found == pytest.approx([600, 550, 500, 400, 300, 3, 0], abs=1e-9)
-
-
 def test_learning_rate():
     """The stage's factor, then a line from the start of the cool-down to the floor at the end."""
     config = schedule_config(cooldown=0.6, lr_floor=0.15)

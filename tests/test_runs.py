@@ -12,12 +12,14 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import train_medium as tm
 import train_small as ts
+import wandb
 from lib import engine
 
 from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
@@ -151,6 +153,16 @@ assert ts.main(["--resume", "--run-dir", {str(run_dir)!r}, "--steps", "4"]) == 0
         assert all(key in written for key in (b"val_bpb", b"loss", b"step_ms", b"my-project"))
 
 
+def test_wandb_without_a_key(dataset_dir, tmp_path, monkeypatch):
+    """One sentence with the ways out, and the run can be started again."""
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured.\nMore")
+
+    monkeypatch.setattr(wandb, "init", init)
+    err = refused(*flags(dataset_dir, tmp_path / "run", "--wandb", "name"))
+    assert "(No API key configured.); log in with `wandb login`, or set WANDB_MODE=offline" in err
+
+
 # ---- ranks
 
 
@@ -159,32 +171,6 @@ def test_ranks_with_different_free_memory(monkeypatch):
     monkeypatch.setattr(ts, "choose_packs", lambda config, ranks: 2)
     monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, 1 if value == 2 else value])
     assert ts.build_state(tiny_config(), ALONE, lambda text: None).micro_packs == 1
-
-
-def test_flash_attention_3_by_name(monkeypatch):
-    """The pinned package accepts the request, and the function that it returns sees this project's arguments."""
-    kernels = pytest.importorskip("kernels")
-    from kernels.load import revision_or_version
-
-    asked = {}
-
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, **options):
-        asked.update(options, longest=(max_q, max_k))
-        return q + v, None
-
-    def get_kernel(repository, *, revision=None, version=None):
-        revision_or_version(revision=revision, version=version)
-        return SimpleNamespace(flash_attn_varlen_func=flash)
-
-    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
-    config = tiny_config(attention="fa3")
-    model = ts.GPT(config)
-    attend = ts.choose_attention(model, lambda text: None)
-    q, k, v = torch.randn(3, 8, config.num_heads, config.head_dim)
-    y = attend(model, torch.arange(8), torch.tensor([0, 8]), 8)(q, k, v, 1)
-    torch.testing.assert_close(y, q + v)
-    window = (config.window_long, 0)
-    assert asked == {"softmax_scale": 1.0, "causal": True, "window_size": window, "longest": (8, 8)}
 
 
 def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path, fast_python):
@@ -333,16 +319,20 @@ def test_flags_are_frozen(script):
     assert {f for action in script.build_parser()._actions for f in action.option_strings if f[:2] == "--"} == FLAGS
 
 
-def test_flags_from_a_file(tmp_path):
+def test_flags_from_a_file(tmp_path, capsys):
     """@FILE: several flags on a line, comments, later flags win."""
     path = tmp_path / "some.args"
-    path.write_text("# a comment\n--steps 7 --set width=64   # half a line\n\n--set head_dim=16 --no-compile\n")
-    config = ts.make_config(ts.build_parser().parse_args([f"@{path}", "--steps", "9", "--set", "width=32"]))
+    path.write_text("\ufeff# it's a comment\n--steps 7 --set width=64   # half a line\n\n--set head_dim=16\n"
+                    "--no-compile --run-dir='my lr#2/run #3' --data=~/text\n", encoding="utf-8")  # fmt: skip
+    args = [f"@{path}", "--tokens", "999424", "--steps", "9", "--set", "width=32"]
+    config = ts.make_config(args := ts.build_parser().parse_args(args))
     assert (config.width, config.head_dim, config.compile, config.num_steps) == (32, 16, False, 9)
+    assert args.run_dir == "my lr#2/run #3" and config.data == str(Path.home() / "text")
+    assert capsys.readouterr().err == "note: --steps is given, so --tokens does not count\n"
 
 
 @pytest.mark.parametrize("script", (ts, tm))
-@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6))
+@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6, 9627397))
 def test_steps_and_tokens_give_the_same_run(script, steps):
     """--steps N is --tokens of the same length: batch and rates are those of that length. A run has a step at least."""
 
@@ -382,6 +372,12 @@ def test_words_that_are_no_flags(capsys, argv):
     (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
     (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
     (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
+    (["--set", "stages=(1,2)"], ["these values do not fit"]),
+    (["--set", "momentum=((0.85,0.95),)"], ["these values do not fit"]),
+    (["--set", "pack_tokens=0"], ["these values do not fit"]),
+    (["--set", "ahead=()"], ["ahead names no loss weight"]),
+    (["--set", "ahead_until=0.0"], ["ahead_until=0.0 is not above 0"]),
+    (["--set", "shared_input_from=-1"], ["shared_input_from=-1 is no layer; 99"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
     (["--resume-changed"], ["--resume-changed goes with --resume"]),
@@ -394,6 +390,50 @@ def test_command_line_mistakes(argv, words):
     assert [word for word in words if word not in err] == [], err
 
 
+def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    assert f"run points to {tmp_path}/gone, which does not exist" in refused(*flags(dataset_dir, tmp_path / "run"))
+
+
+# ---- where it runs
+
+# A user without a name or a home, a project on a disk that cannot be written, and a reader that leaves.
+ALIEN = """
+import os, pwd, sys
+def unknown(number):
+    raise KeyError(number)
+pwd.getpwuid = unknown
+for name in ("USER", "LOGNAME", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ.pop(name, None)
+os.environ["HOME"] = "/nonexistent"
+if sys.argv[1] == "read-only":
+    os.access = lambda *arguments: False
+import train_small as ts
+import torch
+torch.set_num_threads(1)
+import torch._inductor.codecache
+print(*(os.environ.get(f"{name}_CACHE_DIR", "none") for name in ("TORCHINDUCTOR", "TRITON")), flush=True)
+if sys.argv[1] == "head":
+    ts.report = ts.warm_up = lambda *arguments: None
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    os.close(reader)
+    sys.exit(ts.main(sys.argv[2:]))
+"""
+
+
+def test_a_user_without_a_name_and_a_reader_that_leaves(dataset_dir, tmp_path):
+    """Compiled code lies in the project, or where torch wants it; `| head` takes the output, and the run goes on."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = python("-c", ALIEN, "head", *flags(dataset_dir, tmp_path / "run", steps=3), cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and saved(tmp_path / "run") == [3]
+    assert done.stdout.split() == [f"{tmp_path}/out/cache/inductor", f"{tmp_path}/out/cache/triton"]
+    assert not (tmp_path / "out").exists(), "as nothing was compiled"
+    done = python("-c", ALIEN, "read-only", cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (0, "none none\n"), done.stderr
+
+
 # ---- bad data: one sentence, exit code 1, nothing lost
 
 
@@ -402,13 +442,9 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "corrupt": (SHARD, lambda b: b[:-2] + b"\0\0", False, ["train_000000.bin was changed", "download it again"]),
     "truncated": (SHARD, lambda b: b[:-101], False, ["train_000000.bin was changed or is missing"]),
     "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
-    "another format": (SHARD, lambda b: b"\1" + b[1:], True, ["train_000000.bin is not a token shard of version 1"]),
-    "another version": (SHARD, lambda b: b[:4] + b"\2" + b[5:], True, ["is not a token shard of version 1"]),
-    "cut": (SHARD, lambda b: b[:-10], True, ["train_000000.bin is not a token shard"]),
     "large token": (SHARD, lambda b: b[:-2] + b"\xff\xff", True, ["holds token 65535, which its tokenizer lacks"]),
     "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of its shards"]),
     "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "make the dataset again"]),
-    "no BOS": ("pretrain/val_000000.bin", lambda b: b[:1024] + b"\1\0" * (len(b) // 2 - 512), True, ["has no BOS"]),
     "gone": ("dataset.json", None, False, ["no dataset at", "`python data/pretrain.py --source climbmix"]),
 }  # fmt: skip
 
@@ -434,6 +470,10 @@ def test_validation_text_must_have_bytes(tmp_path):
     """Documents of a BOS alone would be scored as perfect."""
     data = write_dataset(tmp_path / "data", val_words=(0, 0, 0))
     assert "holds no text to validate on" in refused(*flags(data, tmp_path / "run", steps=2))
+
+
+def test_a_very_long_run_is_refused_at_once(dataset_dir, tmp_path):
+    assert "asks for 384,000,000," in refused(*flags(dataset_dir, tmp_path / "run", steps=10**9))
 
 
 def test_too_little_data(dataset, dataset_dir, tmp_path):
