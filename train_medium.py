@@ -3119,13 +3119,35 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
-def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+def packed_attention(flash: Callable, **options) -> Callable:
+    """A FlashAttention for packed documents behind our signature."""
+
+    def attention(model, positions_T, cu_seqlens, max_doc):
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+        def attend(q, k, v, long):
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, window_size=window, **options)
+            return y[0] if isinstance(y, tuple) else y
+
+        return attend
+
+    return attention
+
+
+def load_varlen_attention() -> Callable:
     """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-    window = lambda long: (model.windows[long], 0)
-    return lambda q, k, v, long: varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window(long))
+    return packed_attention(varlen_attn, scale=1.0)
+
+
+def load_fa3_attention() -> Callable:
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
+    from kernels import get_kernel
+
+    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
+    return packed_attention(flash, softmax_scale=1.0, causal=True)
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
@@ -3135,7 +3157,12 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
-ATTENTION = {"triton": triton_attention, "varlen": varlen_attention, "sdpa": sdpa_attention}
+ATTENTION = {
+    "fa3": load_fa3_attention,
+    "triton": lambda: triton_attention,
+    "varlen": load_varlen_attention,
+    "sdpa": lambda: sdpa_attention,
+}
 
 
 def probe_attention(attention: Callable, model: nn.Module) -> None:
@@ -3161,7 +3188,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
         names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
     for name in names:
         try:
-            attention = ATTENTION[name]
+            attention = ATTENTION[name]()
             probe_attention(attention, model)
         except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
             say(f"attention: {name} skipped ({type(error).__name__}: {str(error)[:120]})")

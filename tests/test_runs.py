@@ -319,6 +319,32 @@ def test_flags_are_frozen(script):
     assert {f for action in script.build_parser()._actions for f in action.option_strings if f[:2] == "--"} == FLAGS
 
 
+def test_flash_attention_3_by_name(monkeypatch):
+    """The pinned package accepts the request, and the function that it returns sees this project's arguments."""
+    kernels = pytest.importorskip("kernels")
+    from kernels.load import revision_or_version
+
+    asked = {}
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        asked.update(options, longest=(max_q, max_k))
+        return q + v, None
+
+    def get_kernel(repository, *, revision=None, version=None):
+        revision_or_version(revision=revision, version=version)
+        return SimpleNamespace(flash_attn_varlen_func=flash)
+
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    config = tiny_config(attention="fa3")
+    model = ts.GPT(config)
+    attend = ts.choose_attention(model, lambda text: None)
+    q, k, v = torch.randn(3, 8, config.num_heads, config.head_dim)
+    y = attend(model, torch.arange(8), torch.tensor([0, 8]), 8)(q, k, v, 1)
+    torch.testing.assert_close(y, q + v)
+    window = (config.window_long, 0)
+    assert asked == {"softmax_scale": 1.0, "causal": True, "window_size": window, "longest": (8, 8)}
+
+
 def test_flags_from_a_file(tmp_path, capsys):
     """@FILE: several flags on a line, comments, later flags win."""
     path = tmp_path / "some.args"
