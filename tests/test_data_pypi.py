@@ -16,9 +16,8 @@ import pretrain
 import pypi
 import pytest
 
-WORDS = [
-    f"{a}{b}" for a, b in itertools.product("ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split())
-]
+SYLLABLES = "ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split()
+WORDS = list(map("".join, itertools.product(*SYLLABLES)))
 BLOCKS = 30
 
 
@@ -258,9 +257,8 @@ def test_hashes_are_the_same_on_every_machine():
 
 def test_validation_goes_first_and_the_first_hash_stays():
     a, b, c, d = prose(1), prose(2), prose(3), prose(4)
-    val, train = pypi.drop_duplicates(
-        [sections(a, b), sections(edited(a, 0.02, 1), b, c, edited(d, 0.02, 2), d)], Counter()
-    )
+    groups = [sections(a, b), sections(edited(a, 0.02, 1), b, c, edited(d, 0.02, 2), d)]
+    val, train = pypi.drop_duplicates(groups, Counter())
     assert sorted(val) == sorted([a.encode(), b.encode()])
     assert len(train) == 2 and c.encode() in train
     pair = sections(d, edited(d, 0.02, 2))
@@ -347,9 +345,7 @@ def test_both_sets_share_validation_and_tokenizer(downloaded):
     assert build(downloaded, "p100", 1) == downloaded / "p100-1", "a complete one is left alone"
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("--max-documents", 5), ("--shard-tokens", 3000), ("--tokenizer-chars", 20_000)]
-)
+@pytest.mark.parametrize("flag, value", [("--max-documents", 5), ("--shard-tokens", 3000), ("--tokenizer-chars", 9000)])
 def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, value):
     build(locked, "p34", 2, flag, value)
     words = f"not compared with the lock, which holds for a dataset made without {flag}\n"

@@ -18,9 +18,8 @@ from tokenizers import Regex, pre_tokenizers
 
 DATA = Path(__file__).parents[1] / "data"
 
-SAMPLE = [
-    f"The quick brown fox number {i} jumps over {i * i} lazy dogs; gr\u00fc\u00dfe \u4f60\u597d." for i in range(300)
-]
+FOX = "The quick brown fox number {} jumps over {} lazy dogs; gr\u00fc\u00dfe \u4f60\u597d."
+SAMPLE = [FOX.format(i, i * i) for i in range(300)]
 
 
 @pytest.fixture(scope="module")
