@@ -3,6 +3,7 @@
     python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
+    python runs/export.py FOLDER --gguf my-model.gguf       of an export of runs/portable.args, finetuned elsewhere
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
@@ -17,7 +18,6 @@ This executes the training script that lies in the run directory.
 import argparse
 import csv
 import json
-import os
 import re
 import shutil
 import sys
@@ -26,21 +26,21 @@ from pathlib import Path
 import report
 import torch
 from jinja2 import StrictUndefined, Template
-from lib.chat_format import ASSISTANT_END, is_chat_run
+from lib.chat_format import ASSISTANT_END, TURN_TOKENS, is_chat_run
 from lib.command import RunError, run_command
 from lib.engine import load_run
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import hub
 from lib import export_portable
-from lib.export_portable import Vocabulary
+from lib.export_portable import CHAT_TEMPLATE, Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
-CHAT_TEMPLATE = LIB / "export_chat.jinja"
 CARD = LIB / "export_card.md"
 
 # ---- the model
@@ -147,8 +147,11 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     for name, tensor in tensors.items():
         keeps_dtype = ".scalars." in name or tensor.dtype == torch.int8
         stored[name] = (tensor if keeps_dtype else tensor.to(dtype)).contiguous().clone()
-    save_file(stored, path, {"format": "pt"})
-    os.chmod(path, 0o644)  # else only its owner could read it
+    try:
+        save_file(stored, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} cannot be written ({error}); make room, remove {path.parent} and try again") from None
+    shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it
 
 
 # ---- tokenizer
@@ -268,17 +271,19 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
-    """tokenizer.json and tokenizer_config.json, which holds `more`."""
+    """tokenizer.json and tokenizer_config.json, which holds `more` and the chat template, also of a base model."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.bos,
         "eos_token": vocabulary.end,
-        "pad_token": vocabulary.bos,
+        "pad_token": vocabulary.pad,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if vocabulary.template:
+        more["chat_template"] = vocabulary.template
     write_json(folder / "tokenizer_config.json", settings | more)
 
 
@@ -295,7 +300,7 @@ def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, 
     reason = export_portable.why_not_portable(model)
     if not reason:
         return export_portable.qwen_config(c), export_portable.qwen_weights(model)
-    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern llama3`"
+    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern qwen2`"
     if for_llama_cpp:
         raise RunError(f"llama.cpp does not know the shape of {run_dir} ({reason}); {advice}")
     if c.swiglu or c.rotary_full or not c.softcap:
@@ -308,11 +313,18 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
-    return Vocabulary(content, tokenizer.pattern, specials, bos, ASSISTANT_END if is_chat else bos)
+    end = ASSISTANT_END if is_chat else bos
+    pad = export_portable.PAD if end == bos and export_portable.PAD in specials else bos
+    template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
+    return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
 
 
 def export(args: argparse.Namespace) -> None:
     """Writes the repository, the GGUF file, or both, and sends it if asked to. Raises: RunError, OSError"""
+    if any(args.run_dir.glob("*.safetensors")):
+        if args.out:
+            raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
+        return write_gguf(args, *export_portable.read_folder(args.run_dir))
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     if not all(value.isfinite().all() for value in run.model.parameters()):
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
@@ -320,28 +332,33 @@ def export(args: argparse.Namespace) -> None:
     is_chat = is_chat_run(args.run_dir)
     vocabulary = read_vocabulary(run.tokenizer, is_chat)
 
-    kind = "chat" if is_chat else "base"
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
-    about = f"step {run.step}, {parameters / 1e6:.1f} M parameters"
     if args.gguf:
-        export_portable.write_gguf(args.gguf, args.type, args.name, run.config, tensors, vocabulary)
-        size = args.gguf.stat().st_size / 1e6
-        print(f"wrote {args.gguf}: {about}, {args.type}, {size:.1f} MB, {kind} model")
-        print(export_portable.how_to_run(args.gguf, run.config.max_seq_len, is_chat))
+        write_gguf(args, fields, tensors, vocabulary)
     if args.out:
         card = model_card(args, fields, parameters, run.step, vocabulary.bos)
         write_folder(args, fields, tensors, vocabulary, card)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
-        print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
+        about = f"step {run.step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB"
+        print(f"wrote {args.out}: {about}, {'chat' if is_chat else 'base'} model")
     if args.push:
         push(args.out, args.push)
+
+
+def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocabulary) -> None:
+    """The GGUF file, and on the screen how to run it."""
+    export_portable.write_gguf(args.gguf, args.type, vars(args), fields, tensors, vocabulary)
+    is_chat = vocabulary.end != vocabulary.bos
+    print(f"wrote {args.gguf}: {args.type}, {args.gguf.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
+    print(export_portable.how_to_run(args.gguf, fields["max_position_embeddings"], is_chat))
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
     """The repository. The weights come last, so that an unfinished folder does not load."""
     bos_id = vocabulary.specials[vocabulary.bos]
     end_id = vocabulary.specials[vocabulary.end]
-    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id}), "pad_token_id": bos_id}
+    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id})}
+    ids["pad_token_id"] = vocabulary.specials[vocabulary.pad]
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")
@@ -351,10 +368,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
         shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
-    more = {"padding_side": "left"}
-    if ASSISTANT_END in vocabulary.specials:  # also of a base model, for finetuning
-        more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
+    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], padding_side="left")
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 
@@ -373,7 +387,7 @@ def push(folder: Path, repo: str) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory, or for --gguf a finetuned portable export")
     add("--out", type=Path, help="folder to write, for transformers")
     add("--gguf", type=Path, metavar="FILE", help="file to write, for llama.cpp")
     add("--type", choices=export_portable.TYPES, default="f16", help="of --gguf (default f16)")
@@ -388,7 +402,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("give --out DIR, --gguf FILE, or both")
     if args.push and not args.out:
         parser.error("--push sends a folder; give --out DIR")
-    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
+    own_name = args.out.resolve().name if args.out else args.gguf.name.removesuffix(".gguf")
+    args.name = args.name or args.push or own_name
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
         parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
     return args
