@@ -349,7 +349,8 @@ def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocab
     """The GGUF file, and on the screen how to run it."""
     export_portable.write_gguf(args.gguf, args.type, vars(args), fields, tensors, vocabulary)
     is_chat = vocabulary.end != vocabulary.bos
-    print(f"wrote {args.gguf}: {args.type}, {args.gguf.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
+    size = args.gguf.stat().st_size / 1e6
+    print(f"wrote {args.gguf}: {args.type}, {size:.1f} MB, {'chat' if is_chat else 'base'} model")
     print(export_portable.how_to_run(args.gguf, fields["max_position_embeddings"], is_chat))
 
 
