@@ -110,7 +110,6 @@ def convert_weights(model) -> dict[str, Tensor]:
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
     if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
-    tensors["lm_head.bias"] = torch.full((V,), float(c.softcap[1]))
     if c.bigram_rows:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
@@ -227,6 +226,12 @@ def training_data(dataset: Path, is_chat: bool) -> str:
     return ", ".join([*description["sources"], *conversations])
 
 
+def from_here(path: Path, otherwise: str) -> str:
+    """A path below this folder, for commands; of another one the card would tell where it is on this computer."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else otherwise
+
+
 def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: int, bos: str) -> str:
     """README.md of the repository; args are those of the command line."""
     run_dir = args.run_dir
@@ -259,7 +264,9 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         scored=report.latest(entries).get("scored"),
         core=core,
         has_picture=is_newest and (run_dir / "curve.png").is_file(),
+        path=args.path,
         run=run_dir.resolve().name,
+        run_dir=from_here(run_dir, f"out/{run_dir.resolve().name}"),
     )
 
 
@@ -404,6 +411,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.push and not args.out:
         parser.error("--push sends a folder; give --out DIR")
     own_name = args.out.resolve().name if args.out else args.gguf.name.removesuffix(".gguf")
+    args.path = args.name or args.push or from_here(args.out or args.gguf, own_name)
     args.name = args.name or args.push or own_name
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
         parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
