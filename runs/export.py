@@ -1,14 +1,14 @@
 """A trained model as a Hugging Face repository that transformers and tokenizers load.
 
-    python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
+    python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
     python runs/export.py FOLDER --gguf my-model.gguf       of an export of runs/portable.args, finetuned elsewhere
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
-the script's) and README.md with results and commands. Exporting needs no transformers. --push also sends the folder to
-the hub, with the token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
+the script's) and README.md with results and commands. Exporting needs no transformers. `hf upload OWNER/NAME
+export/my-model` sends the folder to the hub.
 
 A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
 
@@ -18,7 +18,6 @@ This executes the training script that lies in the run directory.
 import argparse
 import csv
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -34,7 +33,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-import hub
 from lib import export_portable
 from lib.export_portable import CHAT_TEMPLATE, Vocabulary
 
@@ -251,9 +249,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     text = CARD.read_text(encoding="utf-8")
     options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
     return Template(text, **options).render(
-        name=args.name,
-        language=args.language,
-        license=args.license,
+        **vars(args) | {"run_dir": from_here(run_dir, f"out/{run_dir.resolve().name}")},
         fields=fields,
         millions=parameters / 1e6,
         bos=bos,
@@ -264,9 +260,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         scored=report.latest(entries).get("scored"),
         core=core,
         has_picture=is_newest and (run_dir / "curve.png").is_file(),
-        path=args.path,
         run=run_dir.resolve().name,
-        run_dir=from_here(run_dir, f"out/{run_dir.resolve().name}"),
     )
 
 
@@ -348,8 +342,6 @@ def export(args: argparse.Namespace) -> None:
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
         about = f"step {run.step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB"
         print(f"wrote {args.out}: {about}, {'chat' if is_chat else 'base'} model")
-    if args.push:
-        push(args.out, args.push)
 
 
 def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocabulary) -> None:
@@ -380,18 +372,6 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 
-def push(folder: Path, repo: str) -> None:
-    """Sends an export to a model repository of the hub, which is made if there is none."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    way = f"({folder} is written; `hf upload {repo} {folder}` sends it later)"
-    hub.reach(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
-    options = {"repo_id": repo, "folder_path": folder, "commit_message": "Add the model"}
-    hub.reach(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
-    print(f"sent {folder} to {repo}")
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
     add = parser.add_argument
@@ -404,17 +384,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
     add("--license", help="for the model card, as the hub spells it, e.g. mit")
     add("--language", default="en", help="for the model card (default: en)")
-    add("--push", metavar="OWNER/NAME", help="send --out to the hub too")
     args = parser.parse_args(argv)
     if not (args.out or args.gguf):
         parser.error("give --out DIR, --gguf FILE, or both")
-    if args.push and not args.out:
-        parser.error("--push sends a folder; give --out DIR")
     own_name = args.out.resolve().name if args.out else args.gguf.name.removesuffix(".gguf")
-    args.path = args.name or args.push or from_here(args.out or args.gguf, own_name)
-    args.name = args.name or args.push or own_name
-    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-        parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
+    args.path = args.name or from_here(args.out or args.gguf, own_name)
+    args.name = args.name or own_name
     return args
 
 

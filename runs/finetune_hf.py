@@ -11,9 +11,9 @@ files (@FILE or @ FILE) and from flags, and the last one counts. --help lists th
 A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
 is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
 
-The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and
-model/, which save_pretrained wrote: talk to it with runs/chat.py. With --lora-rank, model/ has the adapters merged
-into the weights. The last line on stdout is one JSON object with the result.
+The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and model/
+of save_pretrained: talk to it with runs/chat.py. With --lora-rank, adapter/ has the adapters, and in model/ they are
+merged into the weights. The last line on stdout is one JSON object with the result.
 """
 
 import argparse
@@ -55,11 +55,11 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from train_small import file_sha256, peak_flops, write_atomically
+from train_small import file_sha256, write_atomically
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
-COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of it
+COUNTS = ("documents", "tokens", "counted")  # what is known of it
 
 # ---- settings
 
@@ -98,7 +98,6 @@ class Config(BaseModel, extra="forbid"):
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     lora_rank: int | None = Field(None, ge=1, description="train only LoRA adapters, of this rank")
-    keep_adapter: bool = Field(False, description="also write adapter/, which PEFT loads")
     attention: str | None = Field(None, description="of transformers, or varlen, torch's own; default: varlen or sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
@@ -332,7 +331,7 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     if len(packed) == 0:
         raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
-    documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
+    documents, tokens, counted = (f"{counts[name].sum():,}" for name in COUNTS)
     found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
     say(f"data: {found}, {tokens} tokens, {counted} of them counted")
     return Packs(packed.with_format("numpy"), counts)
@@ -413,7 +412,6 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
             "documents": len(members),
             "tokens": len(tokens),
             "counted": int((labels != IGNORED).sum()),
-            "attended": int((lengths * (lengths + 1) // 2).sum()),
         }
         packs.append(row)
     return {name: [row[name] for row in packs] for name in (*ARRAYS, *COUNTS)}
@@ -471,8 +469,9 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
     What is trained is fp32. What LoRA freezes stays in the type it came in.
     """
     own_dtype = description.dtype or torch.float32
+    dtype = own_dtype if config.lora_rank else torch.float32
     with explain(f"--model-name {config.model_name} cannot be loaded", "name a causal model of transformers"):
-        hf = load_model(config.model_name, own_dtype if config.lora_rank else torch.float32)
+        hf = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=dtype, trust_remote_code=False)
     hf.export_dtype = own_dtype
 
     on_gpu = device.type == "cuda"
@@ -500,10 +499,6 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
     found = f"{hf.num_parameters():,} parameters, {trained:,} of them trained"
     say(f"model: {found}, attention: {attention}, with Liger: {bool(hf.loss_options)}")
     return hf
-
-
-def load_model(name: str, dtype: torch.dtype):
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
 
 
 def lora_config(rank: int):
@@ -712,11 +707,11 @@ def export(run: Run) -> None:
 
 def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model with the adapters of a state merged into its weights, and its own state."""
-    model = peft.get_peft_model(load_model(config.model_name, torch.float32), lora_config(config.lora_rank))
+    model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32, trust_remote_code=False)
+    model = peft.get_peft_model(model, lora_config(config.lora_rank))
     model.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in state.items()})
-    if config.keep_adapter:
-        model.save_pretrained(config.run_dir / "adapter")
-        (config.run_dir / "adapter/README.md").unlink()  # a form to fill in
+    model.save_pretrained(config.run_dir / "adapter")
+    (config.run_dir / "adapter/README.md").unlink()  # a form to fill in
     merged = model.merge_and_unload()
     return merged, merged.state_dict()
 
@@ -756,27 +751,9 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     if torch.cuda.is_available():
         entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
         parts.append(f"{entry['memory_gib']:.1f} GiB")
-    if mfu := share_of_peak(run, rows, seconds):
-        entry["mfu"] = mfu
-        parts.append(f"MFU {entry['mfu']:.1%}")
     entry["eta_seconds"] = eta
     parts.append(f"{timedelta(seconds=round(eta))} left")
     write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
-
-
-def share_of_peak(run: Run, rows: np.ndarray, seconds: float) -> float:
-    """MFU of a step, 0 if the peak is not known.
-
-    A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel.
-    """
-    c = run.model.config
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    weights = {*matrices(run.model), run.model.get_output_embeddings().weight}
-    per_token = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
-    per_pair = 12 * c.num_hidden_layers * c.num_attention_heads * width
-    pairs = run.train.total("attended", rows)  # of a query and a key
-    flops = per_token * run.train.total("tokens", rows) + per_pair * pairs
-    return flops / seconds / (peak_flops(run.model.device) * dist.get_world_size())
 
 
 def finish(run: Run) -> dict:
@@ -788,8 +765,6 @@ def finish(run: Run) -> dict:
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
     result["loss"] = steps[-1]["loss"]
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
-    if "mfu" in steps[-1]:
-        result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
     if "memory_gib" in steps[-1]:
         result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
     if dist.get_rank() == 0:
@@ -879,9 +854,8 @@ def make_config(argv: list[str]) -> Config:
     """The settings, checked; the last one counts. With --resume those of the run come first."""
     flags = []
     for flag in argv:
-        name, equals, value = flag.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        flags += ["@", flag[1:]] if re.match("@.", flag) else [name + equals + value]
+        flag = re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), flag)
+        flags += ["@", flag[1:]] if re.match("@.", flag) else [flag]
     parser = build_parser()
     settings = vars(parser.parse_intermixed_args(flags))
     if settings.get("resume") in (True, "true") and "run_dir" in settings:

@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
 from conftest import ROOT, VARIED, export_run, random_model, random_texts, tiny_config, write_run
-from hub_stub import names_of, start_hub
-from processes import python
 
 
 def test_tokenizer_equals_the_projects(bpe):
@@ -154,25 +152,3 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export, "save_file", full_disk)
     assert export.main([str(run_dir), "--out", str(new)]) == 1
     assert f"No space left on device); make room, remove {new} and try again" in capsys.readouterr().err
-
-
-def test_push(bpe, tmp_path):
-    """The repository of the hub holds the files of the folder; without a hub one sentence says what is left to do."""
-    run_dir = write_run(tmp_path / "run", bpe)
-
-    def run(hub, out, *more):
-        environment = {**os.environ, **names_of(hub, tmp_path), "HF_TOKEN": "hf_secret"}
-        return python("runs/export.py", run_dir, "--out", out, "--push", *more, env=environment)
-
-    with start_hub({}) as hub:
-        done = run(hub, tmp_path / "a", "me/tiny")
-        assert done.returncode == 0 and done.stdout.endswith(f"sent {tmp_path / 'a'} to me/tiny\n"), done.stderr
-        sent = {name: data for name, data in hub.repos["me/tiny"].items()}
-    assert sent == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    assert b"# me/tiny" in sent["README.md"]
-
-    done = run(hub, tmp_path / "b", "me/tiny")  # the hub has gone
-    assert done.returncode == 1 and "hf upload me/tiny" in done.stderr and "hf_secret" not in done.stderr
-    assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
-    done = run(hub, tmp_path / "c", "tiny")
-    assert done.returncode == 2 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()

@@ -278,7 +278,6 @@ def test_best_fit_by_hand():
     assert packs["input_ids"][0].tolist() == [*range(10, 17), 1, 2, 0]
     assert packs["labels"][0].tolist() == [-100, *range(11, 17), -100, 2, -100]
     assert packs["documents"] == [2, 2, 1] and packs["tokens"] == [9, 9, 2] and packs["counted"] == [7, 7, 1]
-    assert packs["attended"] == [28 + 3, 15 + 10, 3]
 
 
 def test_long_texts_are_cut_without_losing_a_target_and_long_chats_left_out():
@@ -462,7 +461,6 @@ def test_run_directory(reference):
 
     report = (reference / "report.md").read_text()
     assert f"| validation | {log[-1]['val_loss']:.4f} nats" in report and "| validation, before | 5." in report
-    assert "mfu" not in report.lower()  # of a CPU
     assert len({path.stat().st_mode for path in reference.glob("model/*")}) == 1
     assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
 
@@ -472,7 +470,7 @@ def lora(folder, tmp_path_factory):
     """The same run with adapters of rank 4."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     run_dir = tmp_path_factory.mktemp("runs") / "lora"
-    words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, "--lora-rank", 4, "--keep-adapter"]
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, "--lora-rank", 4]
     assert call(words) == 0
     return run_dir
 

@@ -473,10 +473,7 @@ def check_length(count: int, limit: int) -> None:
 
 
 class Head(nn.Linear):
-    """z, to which the model adds a constant: PEFT drops biases of linear layers.
-
-    TRL computes log-probabilities by itself from `weight` and `bias`, so here is the constant as a bias.
-    """
+    """z; the model adds a constant behind it, as PEFT drops biases. TRL computes logits by itself and reads `bias`."""
 
     def __init__(self, width: int, vocab: int, constant: float):
         super().__init__(width, vocab, bias=False)
