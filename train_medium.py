@@ -460,6 +460,7 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     else:
         if job.load_start:
             job.load_start(run.state)
+        run.log.rewind(-1)  # what a start without a checkpoint has left
         describe_start(run, {"overridden": args.set}, [])
 
     prepare_loop(run)
@@ -1665,11 +1666,19 @@ class Optimizer:
                 index = state.get(f"{slot.name}.index")
                 self.late.append(Pending(slot, grad, None if index is None else index.to(grad.device)))
 
-    def all_finite(self, gradients: list[Pending]) -> bool:
-        """Whether no gradient of any rank overflowed."""
+    def is_finite(self) -> bool:
+        """Whether all that a checkpoint holds is finite. Every rank must call it."""
+        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
+        return self.all_finite(self.late, tensors)
+
+    def all_finite(self, gradients: list[Pending], tensors=()) -> bool:
+        """Whether no gradient of any rank overflowed, and none of the tensors."""
         for gradient in gradients:
             gradient.wait()
-        finite = torch.stack([gradient.tensor.isfinite().all() for gradient in gradients]).all().float()
+        tensors = [*tensors, *(gradient.tensor for gradient in gradients)]
+        # A norm needs no memory, unlike isfinite().
+        largest = [torch.linalg.vector_norm(t, math.inf, dtype=torch.float32) for t in tensors]
+        finite = torch.stack(largest).isfinite().all().float()
         if self.ranks.world > 1:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return finite.item() > 0
@@ -2113,7 +2122,10 @@ def resume(run: Run, changed: list[str]) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    saved = load_checkpoint(run.state, folder)
+    try:
+        saved = load_checkpoint(run.state, folder)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{folder} does not fit this script and recipe ({error}); undo what changed") from None
     step = run.state.step
     is_done = step >= run.job.config.num_steps
     run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
@@ -2220,15 +2232,20 @@ def evaluate(run: Run) -> dict:
 
 
 def check_finite(run: Run, name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise UserError(
-            f"{name} became {value} at step {run.state.step}; continue from the last checkpoint with --resume "
-            f"--resume-changed, or start again, with lower rates, e.g. half of --set muon_lr= and --set adam_lr="
-        )
+    """Raises UserError with the way back: every checkpoint is finite, as save() asks too."""
+    if math.isfinite(value):
+        return
+    way = "start again"
+    for folder in checkpoints(run.run_dir)[-1:]:
+        way = f"continue from {folder} with --resume --resume-changed"
+    rates = "lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+    raise UserError(f"{name} became {value} at step {run.state.step}; {way} and {rates}")
 
 
 def save(run: Run) -> None:
     begin = time.perf_counter()
+    if not run.state.optimizer.is_finite():
+        check_finite(run, "a weight or moment", math.nan)
     progress = dataclasses.asdict(run.progress)
     save_checkpoint(run.state, run.run_dir, {"identity": run.identity, **progress})
     seconds = time.perf_counter() - begin
@@ -2655,7 +2672,9 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
             pass  # the file system has no locks
-        if not args.resume and (run_dir / "log.jsonl").exists():
+        # Without them a run ended before its first save, and may start again.
+        begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
+        if begun and not args.resume:
             way = "continue it with --resume, remove it, or name another --run-dir"
             raise UserError(f"{run_dir} already holds a run; {way}")
     return ranks.gather(run_dir)[0], lock
@@ -2779,10 +2798,25 @@ def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dic
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(write_tensors, paths, tensors))
     files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
-    text = json.dumps({**description, "files": files}, indent=1)
-    write_atomically(temporary / "state.json", text.encode())
+    write_atomically(temporary / "state.json", seal({**description, "files": files}))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
+
+
+def seal(description: dict) -> bytes:
+    """JSON whose last entry is the sha256 of the JSON without it."""
+    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
+    return json.dumps({**description, "sha256": digest}, indent=1).encode()
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint. Raises: OSError, or ValueError if it is not what was saved"""
+    content = (folder / "state.json").read_bytes()
+    saved = json.loads(content)
+    saved.pop("sha256", None)
+    if seal(saved) != content:
+        raise ValueError("state.json was changed, or written by another version of the script")
+    return saved
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
@@ -2828,8 +2862,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
     scores = dict.fromkeys(folders, math.inf)
     for folder in folders:
         with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
-            saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
+            scores[folder] = (read_state(folder)["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
     for folder in folders[: -max(keep, 1)]:
         if folder != best or scores[best] == math.inf:
@@ -2839,7 +2872,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
 def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     """Returns state.json; raises UserError if it or one of the named files is not what was saved."""
     try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
     except (OSError, ValueError) as error:
@@ -2862,12 +2895,12 @@ def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
         if saved["identity"] in own and folder.name == f"step_{saved['step']:06d}":
             return folder
         say(f"skipped {folder.name}: it is of another run or another step")
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume")
+    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume, in another --run-dir")
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
     """Restores weights and moments, on any number of ranks; returns state.json."""
-    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    saved = read_state(folder)
     weights, moments = (safetensors.torch.load_file(folder / name) for name in CHECKPOINT_FILES)
     state.optimizer.load(weights, moments, saved["optimizer_count"])
     buffers = dict(state.model.named_buffers())
@@ -2875,7 +2908,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
         buffers[name].copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
-    state.samples = saved.get("samples", 0)  # older scripts did not count them
+    state.samples = saved["samples"]
     if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
         state.loss_scale = saved["loss_scale"]
     return saved
@@ -3001,6 +3034,8 @@ def make_config(args: argparse.Namespace) -> Config:
         args.run_dir = str(Path(__file__).parent)
     run_dir = Path(args.run_dir)
     description = read_description(run_dir)
+    if not {"command", "folder", "starts"} <= description.keys():
+        raise UserError(f"{run_dir} is of an older script; continue it with the script that lies there")
     if description["command"] != "pretrain":
         tool = f"runs/{description['command']}.py"
         raise UserError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
@@ -3026,7 +3061,12 @@ def run_command(command: Callable[[], dict]) -> int:
     except KeyboardInterrupt:
         print("stopped at once; continue from the last checkpoint with --resume", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
+        # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
+        if isinstance(error, OSError | dist.DistError) or "gloo" in str(error):
+            way = "fix that, then continue with --resume, or start again if nothing is saved yet"
+            print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
+            return 1
         print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
         raise
     finally:

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import filelock
 import pytest
@@ -28,11 +29,11 @@ FILES = (*ts.CHECKPOINT_FILES, "state.json")
 
 
 def files_of(run_dir, step: int) -> dict[str, bytes]:
-    """The files of a checkpoint; of state.json all but the time it took."""
+    """The files of a checkpoint; of state.json all but the time it took, and so the hash."""
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     found = {name: (folder / name).read_bytes() for name in FILES}
     state = json.loads(found["state.json"])
-    found["state.json"] = {name: value for name, value in state.items() if name != "train_seconds"}
+    found["state.json"] = {name: value for name, value in state.items() if name not in ("train_seconds", "sha256")}
     return found
 
 
@@ -194,7 +195,7 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
     ("name", "how", "at"),
     [(name, "truncated", at) for name in FILES for at in (0, 0.7)]
     + [(name, "missing", 0) for name in ts.CHECKPOINT_FILES]
-    + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0.01, 0.999)],
+    + [(name, "flipped", at) for name in FILES for at in (0.01, 0.999)],
 )
 def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     """Whatever happened to whichever file: the one before is taken, and one line names both."""
@@ -202,6 +203,38 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     lines = []
     assert ts.newest_whole(run_dir, lines.append).name == "step_000003"
     assert len(lines) == 1 and lines[0].startswith("skipped step_000006: ") and "step_000006" in lines[0][20:]
+
+
+def test_no_bit_of_state_json_may_change(state, tmp_path):
+    """Every eleventh single-bit flip, and cuts at every fifth byte: none is read, whether it is still JSON or not."""
+    save(state, tmp_path, 1, val_bpb=1.5)
+    folder = tmp_path / "checkpoints/step_000001"
+    content = (folder / "state.json").read_bytes()
+    assert ts.read_state(folder)["scores"] == {"val_bpb": 1.5}
+    changed = [content[:length] for length in range(0, len(content), 5)]
+    for place in range(0, 8 * len(content), 11):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        changed.append(bytes(flipped))
+    for found in changed:
+        (folder / "state.json").write_bytes(found)
+        with pytest.raises(ts.UserError, match="is damaged"):
+            ts.check_checkpoint(folder, ())
+
+
+def test_a_checkpoint_of_another_script(run_dir):
+    """With other entries in state.json, or other weights: a sentence, also where a changed script is allowed."""
+    argv = ("--resume", "--resume-changed", "--run-dir", run_dir)
+    assert "does not fit this script and recipe" in refused(*argv, "--set", "value_embed_layers=(0,)")
+    for folder in ts.checkpoints(run_dir):
+        saved_state = ts.read_state(folder)
+        (folder / "state.json").write_text(json.dumps({**saved_state, "count": saved_state.pop("optimizer_count")}))
+    code, out, err = main(*argv)
+    assert code == 1 and "no whole checkpoint" in err and out.count("another version of the script") == 2
+    description = ts.read_description(run_dir)
+    del description["starts"]
+    (run_dir / "config.json").write_text(json.dumps(description))
+    assert "is of an older script" in refused(*argv)
 
 
 def test_a_run_goes_on_before_the_damage(run_dir, finished):  # noqa: F811
@@ -272,7 +305,7 @@ def test_older_checkpoints_survive_a_bad_save(state, tmp_path):
 
 
 def test_a_full_disk(dataset_dir, finished, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """The log cannot be written (/dev/full is a full disk): a line above the system's error, and --resume goes on."""
+    """The log cannot be written (/dev/full is a full disk): a sentence with the system's words; --resume goes on."""
     log = tmp_path / "run" / "log.jsonl"
 
     def fill(state):
@@ -281,11 +314,21 @@ def test_a_full_disk(dataset_dir, finished, tmp_path, monkeypatch, capsys):  # n
 
     with monkeypatch.context() as patch:
         at_step(patch, 4, fill)
-        with pytest.raises(OSError, match="No space left"):
-            main(*flags(dataset_dir, tmp_path / "run"))
+        assert "No space left on device; fix that, then" in refused(*flags(dataset_dir, tmp_path / "run"))
     log.unlink()
     log.with_name("kept").rename(log)
     passes("--resume", "--run-dir", tmp_path / "run")
+    assert_same_run(tmp_path / "run", finished)
+
+
+def test_a_first_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
+    """There is nothing to resume; the same command starts again, and nothing of the first try remains in the log."""
+    argv = flags(dataset_dir, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(ts, "write_tensors", lambda path, tensors: Path("/dev/full").write_bytes(b"half"))
+        assert "No space left" in refused(*argv)
+    assert "start again without --resume" in refused("--resume", "--run-dir", tmp_path / "run")
+    passes(*argv)
     assert_same_run(tmp_path / "run", finished)
 
 
@@ -310,7 +353,8 @@ def test_loss_scale_follows_the_precision(run_dir, dtype, stated, expected):
     """A run goes on in another precision with that one's loss scale, and in fp16 with the one it had."""
     folder = ts.checkpoints(run_dir)[-1]
     saved_state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(saved_state | {"loss_scale": stated}))
+    saved_state.pop("sha256")
+    (folder / "state.json").write_bytes(ts.seal(saved_state | {"loss_scale": stated}))
     state = ts.build_state(dataclasses.replace(ts.read_config(run_dir), dtype=dtype), ALONE, lambda text: None)
     ts.load_checkpoint(state, folder)
     assert (state.step, state.loss_scale) == (6, expected)
@@ -458,8 +502,14 @@ def test_a_loss_that_is_not_finite(finished, dataset_dir, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         at_step(patch, 8, lambda state: state.model.head.data.fill_(float("nan")))
         err = refused(*flags(dataset_dir, run_dir))
-    assert "the loss became nan at step 9" in err and "--resume" in err and "muon_lr" in err
+    assert "the loss became nan at step 9" in err and "step_000006 with --resume" in err and "muon_lr" in err
     assert saved(run_dir) == [3, 6]
+    for name in ("master", "moments"):  # after a loss that was finite, in the step that is saved
+        with monkeypatch.context() as patch:
+            parts = (lambda slot: [slot.master]) if name == "master" else (lambda slot: slot.moments.values())
+            at_step(patch, 9, lambda state: [p.fill_(float("nan")) for p in parts(state.optimizer.slots[0])])  # noqa: B023
+            err = refused("--resume", "--run-dir", run_dir)
+        assert "became nan at step 9" in err and "step_000006 with --resume" in err and saved(run_dir) == [3, 6]
     passes("--resume", "--run-dir", run_dir)
     assert_same_run(run_dir, finished)
 
