@@ -18,7 +18,6 @@ merged into the weights. The last line on stdout is one JSON object with the res
 
 import argparse
 import contextlib
-import hashlib
 import inspect
 import json
 import math
@@ -55,7 +54,15 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from train_small import file_sha256, write_atomically
+from train_small import (
+    UserError,
+    check_checkpoint,
+    checkpoints,
+    file_sha256,
+    read_state,
+    seal,
+    write_atomically,
+)
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
@@ -609,55 +616,35 @@ def save(run: Run) -> None:
 
     # Process 0 comes here when all have written.
     if dist.get_rank() == 0:
-        state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes(unfinished)}
-        write_atomically(unfinished / "state.json", sealed(state))
+        files = sorted(unfinished.iterdir())
+        with ThreadPoolExecutor() as pool:
+            hashes = dict(zip([file.name for file in files], pool.map(file_sha256, files), strict=True))
+        state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
+        write_atomically(unfinished / "state.json", seal(state))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
     dist.barrier()
 
 
-def hashes(checkpoint: Path) -> dict[str, str]:
-    """The sha256 of each file of tensors."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    with ThreadPoolExecutor() as pool:
-        return dict(zip([file.name for file in files], pool.map(file_sha256, files), strict=True))
-
-
-def sealed(state: dict) -> bytes:
-    """The content of state.json, with a hash of all else in it."""
-    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()
-    return json.dumps(state | {"sha256": digest}).encode()
-
-
-def checkpoints(folder: Path) -> dict[Path, dict]:
-    """What state.json says of each checkpoint of a run, oldest first; says which ones it skips."""
-    found = {}
-    for file in sorted(folder.glob("checkpoints/step_??????/state.json")):
-        content = file.read_bytes()
-        with contextlib.suppress(ValueError, AttributeError):
-            state = json.loads(content)
-            if content == sealed({name: value for name, value in state.items() if name != "sha256"}):
-                found[file.parent] = state
-        if file.parent not in found:
-            say(f"skipped {file.parent.name}: its state.json is damaged")
-    return found
-
-
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
-    """The newest checkpoint whose tensors are those that were saved, and its state.json."""
-    for checkpoint, state in reversed(checkpoints(folder).items()):
-        if hashes(checkpoint) == state["files"]:
-            return checkpoint, state
-        say(f"skipped {checkpoint.name}: its tensors are damaged")
+    """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
+    for checkpoint in reversed(checkpoints(folder)):
+        try:
+            return checkpoint, check_checkpoint(checkpoint, read_state(checkpoint)["files"])
+        except (UserError, OSError, ValueError) as error:
+            say(f"skipped {checkpoint.name}: {error}")
     return None
 
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
-    found = checkpoints(folder)
-    best = min(found, key=lambda checkpoint: found[checkpoint]["progress"]["val_loss"])
-    for checkpoint in list(found)[:-keep]:
+    losses = dict.fromkeys(checkpoints(folder), math.inf)
+    for checkpoint in losses:
+        with contextlib.suppress(OSError, ValueError):  # a damaged one has none
+            losses[checkpoint] = read_state(checkpoint)["progress"]["val_loss"]
+    best = min(losses, key=losses.get)
+    for checkpoint in list(losses)[:-keep]:
         if checkpoint != best:
             shutil.rmtree(checkpoint)
 
