@@ -175,6 +175,8 @@ def check_llama_cpp(checks: Checks, trainer, work: Path) -> None:
     prompts = [row["input_ids"][0].tolist() for row in inputs]
     found = ask_llama_cpp(work, work / "tuned.gguf", {"prompts": prompts, "count": 20})["prompts"]
     texts = [model.generate(**row, do_sample=False, max_new_tokens=20)[0].tolist() for row in inputs]
+    # It goes on behind the end of an answer, where transformers stops.
+    found = [row[: (row + [tokenizer.eos_token_id]).index(tokenizer.eos_token_id) + 1] for row in found]
     equal = sum(ours == ids + theirs for ours, ids, theirs in zip(texts, prompts, found, strict=True))
     sample = tokenizer.decode(found[0])
     checks.report("llama.cpp", f"{equal} of {len(chats)} greedy answers equal, as {sample!r}", equal == len(chats))

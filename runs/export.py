@@ -17,6 +17,7 @@ This executes the training script that lies in the run directory.
 
 import argparse
 import csv
+import itertools
 import json
 import shutil
 import sys
@@ -55,14 +56,13 @@ def describe_model(model) -> dict:
     """The fields of DecoderStackConfig."""
     c = model.config
     high, shift, slope = c.softcap
-    classes = "modeling_decoderstack.DecoderStack"
     return {
         "model_type": "decoderstack",
         "architectures": ["DecoderStackForCausalLM"],
         "auto_map": {
-            "AutoConfig": classes + "Config",
-            "AutoModel": classes + "Model",
-            "AutoModelForCausalLM": classes + "ForCausalLM",
+            "AutoConfig": "modeling_decoderstack.DecoderStackConfig",
+            "AutoModel": "modeling_decoderstack.DecoderStackModel",
+            "AutoModelForCausalLM": "modeling_decoderstack.DecoderStackForCausalLM",
         },
         **export_portable.sizes(c),
         "tie_word_embeddings": getattr(c, "tied", True),
@@ -156,11 +156,9 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 
 def byte_letters() -> list[str]:
     """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {b: chr(b) for b in printable}
-    for b in range(256):
-        letters.setdefault(b, chr(256 + len(letters) - len(printable)))
-    return [letters[b] for b in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:

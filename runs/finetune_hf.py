@@ -54,15 +54,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from train_small import (
-    UserError,
-    check_checkpoint,
-    checkpoints,
-    file_sha256,
-    read_state,
-    seal,
-    write_atomically,
-)
+import train_small as script
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
@@ -618,9 +610,9 @@ def save(run: Run) -> None:
     if dist.get_rank() == 0:
         files = sorted(unfinished.iterdir())
         with ThreadPoolExecutor() as pool:
-            hashes = dict(zip([file.name for file in files], pool.map(file_sha256, files), strict=True))
+            hashes = dict(zip([file.name for file in files], pool.map(script.file_sha256, files), strict=True))
         state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
-        write_atomically(unfinished / "state.json", seal(state))
+        script.write_atomically(unfinished / "state.json", script.seal(state))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
@@ -629,20 +621,20 @@ def save(run: Run) -> None:
 
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
     """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
-    for checkpoint in reversed(checkpoints(folder)):
+    for checkpoint in reversed(script.checkpoints(folder)):
         try:
-            return checkpoint, check_checkpoint(checkpoint, read_state(checkpoint)["files"])
-        except (UserError, OSError, ValueError) as error:
+            return checkpoint, script.check_checkpoint(checkpoint, script.read_state(checkpoint)["files"])
+        except (script.UserError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
-    losses = dict.fromkeys(checkpoints(folder), math.inf)
+    losses = dict.fromkeys(script.checkpoints(folder), math.inf)
     for checkpoint in losses:
         with contextlib.suppress(OSError, ValueError):  # a damaged one has none
-            losses[checkpoint] = read_state(checkpoint)["progress"]["val_loss"]
+            losses[checkpoint] = script.read_state(checkpoint)["progress"]["val_loss"]
     best = min(losses, key=losses.get)
     for checkpoint in list(losses)[:-keep]:
         if checkpoint != best:
@@ -788,7 +780,7 @@ def all_sum(value: float) -> float:
 def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
-    if not config.resume and (checkpoints(folder) or (folder / "model").exists()):
+    if not config.resume and (script.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:

@@ -503,16 +503,11 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         weight = self.lm_head.weight
         self.lm_head = Head(weight.size(1), rows, self.config.logit_bias)
         self.lm_head.weight = weight
-        for layer in self.model.layers:
-            old = layer.self_attn and layer.self_attn.value_embed
-            if old is None or old.num_embeddings == rows:
-                continue
-            kept = min(rows, old.num_embeddings)
-            new = nn.Embedding(rows, old.embedding_dim).to(old.weight)
-            with torch.no_grad():
-                new.weight.zero_()
-                new.weight[:kept] = old.weight[:kept]
-            layer.self_attn.value_embed = new
+        for attention in filter(None, [layer.self_attn for layer in self.model.layers]):
+            if attention.value_embed is not None:
+                table = attention.value_embed.weight.data
+                table = F.pad(table, (0, 0, 0, rows - len(table)))
+                attention.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
         return embeddings
 
     @can_return_tuple

@@ -16,7 +16,6 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from lib.command import RunError
 from safetensors.torch import load_file
@@ -213,8 +212,12 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         add_shape(writer, fields)
         add_vocabulary(writer, gguf.TokenType, vocabulary, fields["vocab_size"])
         for key, tensor in tensors.items():
-            values, q8 = stored(gguf, tensor.detach().float().contiguous().numpy(), kind)
-            writer.add_tensor(names.get_name(key, (".weight",)), values, raw_dtype=q8)
+            values = tensor.detach().float().contiguous().numpy()
+            stored = "f32" if values.ndim == 1 else kind  # gains stay fp32
+            if stored == "q8_0" and values.shape[-1] % 32:
+                stored = "f16"
+            dtype = gguf.GGMLQuantizationType[stored.upper()]
+            writer.add_tensor(names.get_name(key, (".weight",)), gguf.quants.quantize(values, dtype), raw_dtype=dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -222,16 +225,6 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def stored(gguf, values: np.ndarray, kind: str) -> tuple:
-    """A tensor as it is stored, and its type where numpy has none: gains stay fp32."""
-    if values.ndim == 1 or kind == "f32":
-        return values, None
-    if kind == "q8_0" and values.shape[-1] % 32 == 0:
-        q8 = gguf.GGMLQuantizationType.Q8_0
-        return gguf.quants.quantize(values, q8), q8
-    return values.astype(np.float16), None
 
 
 def add_shape(writer, fields: dict) -> None:
