@@ -3,7 +3,7 @@
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source pypi:p34 --out data/shards/p34
     python data/pretrain.py --source climbmix --out data/shards/climbmix
-    python data/pretrain.py --source climbmix --pattern llama3 --out data/shards/climbmix_l3
+    python data/pretrain.py --source climbmix --pattern qwen2 --out data/shards/climbmix_q2
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
     python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 

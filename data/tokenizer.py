@@ -1,7 +1,7 @@
 """The tokenizer: byte-level BPE, trained with rustbpe, run with tiktoken, stored as plain JSON.
 
     python data/tokenizer.py train --source climbmix --out tokenizer.json
-    python data/tokenizer.py train --source climbmix --pattern llama3 --out tokenizer.json
+    python data/tokenizer.py train --source climbmix --pattern qwen2 --out tokenizer.json
     python data/tokenizer.py show --tokenizer tokenizer.json --text "Hello world"
     python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json

@@ -5,7 +5,9 @@
 
 It exports the run to a temporary folder and prints a line for each check. It ends with exit code 1 if
 one fails. The code and the commands of the model card run too, with fewer steps and with tasks that
-need no download. CI does not run it: these packages are large. What they print is in dev/LOG.md.
+need no download. A run of runs/portable.args also becomes a GGUF file after TRL has finetuned it, for
+llama.cpp of dev/check_gguf.py. CI does not run it: these packages are large. What they print is in
+dev/LOG.md.
 """
 
 import argparse
@@ -40,7 +42,8 @@ import peft
 import torch
 import transformers
 import trl
-from lib import engine
+from check_gguf import ask_llama_cpp
+from lib import engine, export_portable
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -170,6 +173,25 @@ def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options)
     return trainer
 
 
+def check_llama_cpp(checks: Checks, trainer, work: Path) -> None:
+    """Greedy answers of llama.cpp after finetuning, against transformers."""
+    trainer.save_model(work / "tuned")
+    export.main([str(work / "tuned"), "--gguf", str(work / "tuned.gguf"), "--type", "f32"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tuned")
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned")
+    chats = [[{"role": "user", "content": f"What is {i} + {i % 5}?"}] for i in range(100, 120)]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    inputs = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+    prompts = [row["input_ids"][0].tolist() for row in inputs]
+    found = ask_llama_cpp(work, work / "tuned.gguf", {"prompts": prompts, "count": 20})["prompts"]
+    texts = [model.generate(**row, do_sample=False, max_new_tokens=20)[0].tolist() for row in inputs]
+    # It goes on behind the end of an answer, where transformers stops.
+    found = [row[: (row + [tokenizer.eos_token_id]).index(tokenizer.eos_token_id) + 1] for row in found]
+    equal = sum(ours == ids + theirs for ours, ids, theirs in zip(texts, prompts, found, strict=True))
+    sample = tokenizer.decode(found[0])
+    checks.report("llama.cpp", f"{equal} of {len(chats)} greedy answers equal, as {sample!r}", equal == len(chats))
+
+
 def check_lora(checks: Checks, folder: str, work: Path) -> None:
     options = peft.LoraConfig(target_modules="all-linear", r=8, task_type="CAUSAL_LM")
     trainer = train(checks, "LoRA", folder, work, peft_config=options)
@@ -274,7 +296,9 @@ def main() -> None:
         load = transformers.AutoModelForCausalLM.from_pretrained
         check_logits(checks, run, load(folder, trust_remote_code=True))
         check_harness(checks, run, folder)
-        train(checks, "SFT", folder, work)
+        trainer = train(checks, "SFT", folder, work)
+        if not export_portable.why_not_portable(run.model):
+            check_llama_cpp(checks, trainer, work)
         check_lora(checks, folder, work)
         check_card(checks, run_dir, folder, work)
     sys.exit(1 if checks.failed else 0)

@@ -1,13 +1,14 @@
 """A trained model as a Hugging Face repository that transformers and tokenizers load.
 
-    python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
+    python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
+    python runs/export.py FOLDER --gguf my-model.gguf       of an export of runs/portable.args, finetuned elsewhere
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
-the script's) and README.md with results and commands. Exporting needs no transformers. --push also sends the folder to
-the hub, with the token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
+the script's) and README.md with results and commands. Exporting needs no transformers. `hf upload OWNER/NAME
+export/my-model` sends the folder to the hub.
 
 A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
 
@@ -16,9 +17,8 @@ This executes the training script that lies in the run directory.
 
 import argparse
 import csv
+import itertools
 import json
-import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ from lib.command import RunError, run_command
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory, or for --gguf a finetuned portable export")
     add("--out", type=Path, help="folder to write, for transformers")
     add("--gguf", type=Path, metavar="FILE", help="file to write, for llama.cpp")
     add("--type", choices=("f32", "f16", "q8_0"), default="f16", help="of --gguf (default f16)")
@@ -38,16 +38,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
     add("--license", help="for the model card, as the hub spells it, e.g. mit")
     add("--language", default="en", help="for the model card (default: en)")
-    add("--push", metavar="OWNER/NAME", help="send --out to the hub too")
     args = parser.parse_args(argv)
     if not (args.out or args.gguf):
         parser.error("give --out DIR, --gguf FILE, or both")
-    if args.push and not args.out:
-        parser.error("--push sends a folder; give --out DIR")
-    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
-    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-        parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
+    own_name = args.out.resolve().name if args.out else args.gguf.name.removesuffix(".gguf")
+    args.path = args.name or from_here(args.out or args.gguf, own_name)
+    args.name = args.name or own_name
     return args
+
+
+def from_here(path: Path, otherwise: str) -> str:
+    """A path below this folder, for commands; of another one the card would tell where it is on this computer."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else otherwise
 
 
 if __name__ == "__main__":
@@ -56,20 +59,19 @@ if __name__ == "__main__":
 import report
 import torch
 from jinja2 import StrictUndefined, Template
-from lib.chat_format import ASSISTANT_END, is_chat_run
+from lib.chat_format import ASSISTANT_END, TURN_TOKENS, is_chat_run
 from lib.engine import load_run
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-import hub
 from lib import export_portable
-from lib.export_portable import Vocabulary
+from lib.export_portable import CHAT_TEMPLATE, Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
-CHAT_TEMPLATE = LIB / "export_chat.jinja"
 CARD = LIB / "export_card.md"
 
 # ---- the model
@@ -86,14 +88,13 @@ def describe_model(model) -> dict:
     """The fields of DecoderStackConfig."""
     c = model.config
     high, shift, slope = c.softcap
-    classes = "modeling_decoderstack.DecoderStack"
     return {
         "model_type": "decoderstack",
         "architectures": ["DecoderStackForCausalLM"],
         "auto_map": {
-            "AutoConfig": classes + "Config",
-            "AutoModel": classes + "Model",
-            "AutoModelForCausalLM": classes + "ForCausalLM",
+            "AutoConfig": "modeling_decoderstack.DecoderStackConfig",
+            "AutoModel": "modeling_decoderstack.DecoderStackModel",
+            "AutoModelForCausalLM": "modeling_decoderstack.DecoderStackForCausalLM",
         },
         **export_portable.sizes(c),
         "tie_word_embeddings": getattr(c, "tied", True),
@@ -139,7 +140,6 @@ def convert_weights(model) -> dict[str, Tensor]:
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
     if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
-    tensors["lm_head.bias"] = torch.full((V,), float(c.softcap[1]))
     if c.bigram_rows:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
@@ -176,8 +176,11 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     for name, tensor in tensors.items():
         keeps_dtype = ".scalars." in name or tensor.dtype == torch.int8
         stored[name] = (tensor if keeps_dtype else tensor.to(dtype)).contiguous().clone()
-    save_file(stored, path, {"format": "pt"})
-    os.chmod(path, 0o644)  # else only its owner could read it
+    try:
+        save_file(stored, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} cannot be written ({error}); make room, remove {path.parent} and try again") from None
+    shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it
 
 
 # ---- tokenizer
@@ -185,11 +188,9 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 
 def byte_letters() -> list[str]:
     """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {b: chr(b) for b in printable}
-    for b in range(256):
-        letters.setdefault(b, chr(256 + len(letters) - len(printable)))
-    return [letters[b] for b in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -272,9 +273,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     text = CARD.read_text(encoding="utf-8")
     options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
     return Template(text, **options).render(
-        name=args.name,
-        language=args.language,
-        license=args.license,
+        **vars(args) | {"run_dir": from_here(run_dir, f"out/{run_dir.resolve().name}")},
         fields=fields,
         millions=parameters / 1e6,
         bos=bos,
@@ -297,17 +296,19 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
-    """tokenizer.json and tokenizer_config.json, which holds `more`."""
+    """tokenizer.json and tokenizer_config.json, which holds `more` and the chat template, also of a base model."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.bos,
         "eos_token": vocabulary.end,
-        "pad_token": vocabulary.bos,
+        "pad_token": vocabulary.pad,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if vocabulary.template:
+        more["chat_template"] = vocabulary.template
     write_json(folder / "tokenizer_config.json", settings | more)
 
 
@@ -324,7 +325,7 @@ def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, 
     reason = export_portable.why_not_portable(model)
     if not reason:
         return export_portable.qwen_config(c), export_portable.qwen_weights(model)
-    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern llama3`"
+    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern qwen2`"
     if for_llama_cpp:
         raise RunError(f"llama.cpp does not know the shape of {run_dir} ({reason}); {advice}")
     if c.swiglu or c.rotary_full or not c.softcap:
@@ -337,11 +338,18 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
-    return Vocabulary(content, tokenizer.pattern, specials, bos, ASSISTANT_END if is_chat else bos)
+    end = ASSISTANT_END if is_chat else bos
+    pad = export_portable.PAD if end == bos and export_portable.PAD in specials else bos
+    template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
+    return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
 
 
 def export(args: argparse.Namespace) -> None:
     """Writes the repository, the GGUF file, or both, and sends it if asked to. Raises: RunError, OSError"""
+    if any(args.run_dir.glob("*.safetensors")):
+        if args.out:
+            raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
+        return write_gguf(args, *export_portable.read_folder(args.run_dir))
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     if not all(value.isfinite().all() for value in run.model.parameters()):
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
@@ -349,28 +357,32 @@ def export(args: argparse.Namespace) -> None:
     is_chat = is_chat_run(args.run_dir)
     vocabulary = read_vocabulary(run.tokenizer, is_chat)
 
-    kind = "chat" if is_chat else "base"
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
-    about = f"step {run.step}, {parameters / 1e6:.1f} M parameters"
     if args.gguf:
-        export_portable.write_gguf(args.gguf, args.type, args.name, run.config, tensors, vocabulary)
-        size = args.gguf.stat().st_size / 1e6
-        print(f"wrote {args.gguf}: {about}, {args.type}, {size:.1f} MB, {kind} model")
-        print(export_portable.how_to_run(args.gguf, run.config.max_seq_len, is_chat))
+        write_gguf(args, fields, tensors, vocabulary)
     if args.out:
         card = model_card(args, fields, parameters, run.step, vocabulary.bos)
         write_folder(args, fields, tensors, vocabulary, card)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
-        print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
-    if args.push:
-        push(args.out, args.push)
+        about = f"step {run.step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB"
+        print(f"wrote {args.out}: {about}, {'chat' if is_chat else 'base'} model")
+
+
+def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocabulary) -> None:
+    """The GGUF file, and on the screen how to run it."""
+    export_portable.write_gguf(args.gguf, args.type, vars(args), fields, tensors, vocabulary)
+    is_chat = vocabulary.end != vocabulary.bos
+    size = args.gguf.stat().st_size / 1e6
+    print(f"wrote {args.gguf}: {args.type}, {size:.1f} MB, {'chat' if is_chat else 'base'} model")
+    print(export_portable.how_to_run(args.gguf, fields["max_position_embeddings"], is_chat))
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
     """The repository. The weights come last, so that an unfinished folder does not load."""
     bos_id = vocabulary.specials[vocabulary.bos]
     end_id = vocabulary.specials[vocabulary.end]
-    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id}), "pad_token_id": bos_id}
+    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id})}
+    ids["pad_token_id"] = vocabulary.specials[vocabulary.pad]
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")
@@ -380,23 +392,10 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
         shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
-    more = {"padding_side": "left"}
-    if ASSISTANT_END in vocabulary.specials:  # also of a base model, for finetuning
-        more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
+    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], padding_side="left")
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 
-def push(folder: Path, repo: str) -> None:
-    """Sends an export to a model repository of the hub, which is made if there is none."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    way = f"({folder} is written; `hf upload {repo} {folder}` sends it later)"
-    hub.reach(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
-    options = {"repo_id": repo, "folder_path": folder, "commit_message": "Add the model"}
-    hub.reach(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
-    print(f"sent {folder} to {repo}")
 
 
 def main(argv: list[str] | None = None) -> int:

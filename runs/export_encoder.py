@@ -104,7 +104,8 @@ def export(run_dir: Path, out: Path) -> dict:
     make_folder(out)
     write_json(out / "config.json", transformers_config(config, tokenizer.bos_id))
     more = {"mask_token": MASK, "padding_side": "right"}
-    write_tokenizer(out, read_vocabulary(tokenizer), config.max_seq_len, **more)
+    vocabulary = read_vocabulary(tokenizer)
+    write_tokenizer(out, vocabulary._replace(pad=vocabulary.bos, template=""), config.max_seq_len, **more)
     write_sentence_transformers(out, config.width, finetune_encoder.longest_text(description))
     store_weights(out / "model.safetensors", tensors, torch.float32)
     parameters = sum(tensor.numel() for tensor in tensors.values())

@@ -11,9 +11,9 @@ files (@FILE or @ FILE) and from flags, and the last one counts. --help lists th
 A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
 is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
 
-The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and
-model/, which save_pretrained wrote: talk to it with runs/chat.py. With --lora-rank, model/ has the adapters merged
-into the weights. The last line on stdout is one JSON object with the result.
+The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and model/
+of save_pretrained: talk to it with runs/chat.py. With --lora-rank, adapter/ has the adapters, and in model/ they are
+merged into the weights. The last line on stdout is one JSON object with the result.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +40,7 @@ from pydantic import BaseModel, Field
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
-COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of it
+COUNTS = ("documents", "tokens", "counted")  # what is known of it
 
 # ---- settings
 
@@ -78,7 +79,7 @@ class Config(BaseModel, extra="forbid"):
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     lora_rank: int | None = Field(None, ge=1, description="train only LoRA adapters, of this rank")
-    keep_adapter: bool = Field(False, description="also write adapter/, which PEFT loads")
+    attention: str | None = Field(None, description="of transformers, or varlen, torch's own; default: varlen or sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
@@ -89,8 +90,8 @@ class ReadFile(argparse.Action):
     """Takes the settings of a TOML file, or those of a run from its config.json."""
 
     def __call__(self, parser, namespace, file, flag=None):
-        text = file.read_text(encoding="utf-8")
-        with explain(f"{file} cannot be understood", "correct that line"):
+        with explain(f"{file} cannot be read", "correct its name or that line"):
+            text = file.read_text(encoding="utf-8-sig")
             found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
             data = found.pop("data", {})
             found |= {f"data.{name}": value for name, value in data.items()}
@@ -125,7 +126,6 @@ import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from datasets.fingerprint import Hasher
 from lib.tuning import best_fit
 from torch import Tensor, nn
@@ -134,10 +134,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from train_small import peak_flops
+
+import train_small as script
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # ---- training
 
@@ -147,7 +149,6 @@ class Progress:
     """How far a run is; saved with every checkpoint."""
 
     step: int = 0
-    packs: int = 0  # packs read so far, which is the position in the data
     tokens: int = 0  # padding excluded
     train_seconds: float = 0.0
     val_loss: float = math.inf  # of the weights as they are, in nats for each counted token
@@ -174,10 +175,11 @@ class Run:
 def train(config: Config) -> dict:
     """Trains from the first step or the newest checkpoint to the end. Returns the result."""
     device = start_ranks()
+    description = load_description(config)
     prepare_run_dir(config)
     tokenizer = load_tokenizer(config)
     packs, val = load_data(config, tokenizer)
-    model = build_model(config, device)
+    model = build_model(config, description, device)
     check_documents(model)
     optimizer = build_optimizer(model, config)
 
@@ -194,7 +196,8 @@ def train(config: Config) -> dict:
         load_newest(run)
 
     run_steps(run)
-    return finish(run, export(run))
+    export(run)
+    return finish(run)
 
 
 def run_steps(run: Run) -> None:
@@ -227,7 +230,8 @@ def train_step(run: Run) -> None:
     config = run.config
     progress = run.progress
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
-    rows = run.order[progress.packs : progress.packs + config.packs]
+    start = progress.step * config.packs
+    rows = run.order[start : start + config.packs]
     counted = run.train.total("counted", rows)
     batches = run.ahead or list(micro_batches(run, run.train, rows))
 
@@ -242,7 +246,7 @@ def train_step(run: Run) -> None:
         total += loss.detach()
 
     # The packs of the next step are read while the GPU still works on this one.
-    following = run.order[progress.packs + config.packs :][: config.packs]
+    following = run.order[start + config.packs :][: config.packs]
     run.ahead = list(micro_batches(run, run.train, following))
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor()
     for group in run.optimizer.param_groups:
@@ -255,7 +259,6 @@ def train_step(run: Run) -> None:
 
     seconds = time.perf_counter() - began
     progress.step += 1
-    progress.packs += len(rows)
     progress.tokens += run.train.total("tokens", rows)
     progress.train_seconds += seconds
     progress.val_loss = math.inf
@@ -296,6 +299,19 @@ def evaluate(run: Run) -> None:
 # ---- data: rows of load_dataset -> documents -> packs -> micro-batches
 
 
+def load_description(config: Config):
+    """The model's config.json. Raises: RunError if there is none, or if packs are longer than the model's context"""
+    name = config.model_name
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise RunError(f"--model-name {name} is no folder; give one of save_pretrained, or a name on the hub")
+    with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
+        description = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
+    if config.sequence_length > longest:
+        raise RunError(f"--sequence-length is above the model's {longest:,} positions; lower it")
+    return description
+
+
 def load_tokenizer(config: Config):
     """The model's own tokenizer, with the chat template that sft needs."""
     with explain(f"--model-name {config.model_name} has no tokenizer that loads", "check the name"):
@@ -307,7 +323,7 @@ def load_tokenizer(config: Config):
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         found = f"the chat template of {config.chat_template or config.model_name}"
-        advice = "use --chat-template FILE (runs/lib/chat_template_qwen.jinja is for Qwen2.5)"
+        advice = "use --chat-template FILE (runs/lib/chat_template_qwen.jinja or chat_template_llama3.jinja)"
         raise RunError(f"{found} does not mark what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 
@@ -315,9 +331,10 @@ def load_tokenizer(config: Config):
 def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
     """Training and validation packs. One process of each machine makes them, the others read its cache."""
     is_first = dist.get_node_local_rank(fallback_rank=0) == 0
+    patient = dist.new_group(timeout=timedelta(hours=24), backend="gloo")  # tokenizing takes long
     if not is_first:
         datasets.disable_progress_bars()
-        dist.barrier()
+        dist.barrier(patient)
 
     arguments = config.data.model_dump(exclude_none=True)
     with explain(f"load_dataset cannot load {arguments}", "check these arguments"):
@@ -331,7 +348,7 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
     val_packs = make_packs(config, tokenizer, parts["test"], column)
 
     if is_first:
-        dist.barrier()
+        dist.barrier(patient)
     return train_packs, val_packs
 
 
@@ -350,7 +367,7 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     if len(packed) == 0:
         raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
-    documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
+    documents, tokens, counted = (f"{counts[name].sum():,}" for name in COUNTS)
     found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
     say(f"data: {found}, {tokens} tokens, {counted} of them counted")
     return Packs(packed.with_format("numpy"), counts)
@@ -431,7 +448,6 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
             "documents": len(members),
             "tokens": len(tokens),
             "counted": int((labels != IGNORED).sum()),
-            "attended": int((lengths * (lengths + 1) // 2).sum()),
         }
         packs.append(row)
     return {name: [row[name] for row in packs] for name in (*ARRAYS, *COUNTS)}
@@ -483,23 +499,28 @@ def collate(rows: list[dict], size: int, length: int, longest: int, device: torc
 # ---- model and optimizer
 
 
-def build_model(config: Config, device: torch.device) -> nn.Module:
-    """Loads the model in fp32 and applies, in this order: kernels, recomputation, compilation, FSDP."""
-    name = config.model_name
-    with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
-        description = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        hf = load_model(name)
-    hf.export_dtype = description.dtype or torch.float32
-    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length > longest:
-        raise RunError(f"--sequence-length is above the model's {longest:,} positions; lower it")
+def build_model(config: Config, description, device: torch.device) -> nn.Module:
+    """Loads the model and applies, in this order: kernels, recomputation, compilation, FSDP.
 
-    choose_attention(hf, device)
+    What is trained is fp32. What LoRA freezes stays in the type it came in.
+    """
+    own_dtype = description.dtype or torch.float32
+    dtype = own_dtype if config.lora_rank else torch.float32
+    with explain(f"--model-name {config.model_name} cannot be loaded", "name a causal model of transformers"):
+        hf = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=dtype, trust_remote_code=False)
+    hf.export_dtype = own_dtype
+
     on_gpu = device.type == "cuda"
+    AttentionInterface.register("varlen", varlen_attention)
+    attention = config.attention or ("varlen" if on_gpu and torch.cuda.get_device_capability() >= (8, 0) else "sdpa")
+    with explain(f"--attention {attention} does not fit", "try --attention sdpa"):
+        hf.set_attn_implementation(attention)
     hf.loss_options = apply_liger(hf) if on_gpu else {}
     if config.lora_rank:
         torch.manual_seed(config.seed)  # the same adapters on all ranks
         hf.add_adapter(lora_config(config.lora_rank))
+        for weight in trainable(hf).values():
+            weight.data = weight.data.float()
     if config.recompute:
         hf.activation_checkpointing_enable({"use_reentrant": False})
     layers = next(m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList))
@@ -512,12 +533,8 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
     fully_shard(hf, mp_policy=policy)
     trained = sum(p.numel() for p in trainable(hf).values())
     found = f"{hf.num_parameters():,} parameters, {trained:,} of them trained"
-    say(f"model: {found}, with Liger: {bool(hf.loss_options)}")
+    say(f"model: {found}, attention: {attention}, with Liger: {bool(hf.loss_options)}")
     return hf
-
-
-def load_model(name: str):
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
 
 
 def lora_config(rank: int):
@@ -545,24 +562,10 @@ def apply_liger(hf) -> dict:
     return {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": chunk}
 
 
-def choose_attention(hf, device: torch.device) -> None:
-    """The first that runs here. It keeps documents apart by cu_seq_lens, SDPA by positions that start anew."""
-    AttentionInterface.register("varlen", varlen_attention)
-    kernels = ("flash_attention_3", "flash_attention_2", "varlen") if device.type == "cuda" else ()
-    for name in (*kernels, "sdpa"):
-        try:
-            hf.set_attn_implementation(name)
-            if name != "sdpa":
-                check_attention(hf, device)
-            return say(f"attention: {name}")
-        except Exception as error:  # they fail in many ways
-            say(f"attention: {name} skipped ({first_line(error)})")
-
-
 def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **others):
     """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
     if others.get("softcap") is not None or others.get("s_aux") is not None:
-        raise RunError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
+        raise RunError(f"varlen attention does not fit {type(module).__name__}; use --attention sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     sizes = [others[name] for name in names]
@@ -571,40 +574,24 @@ def varlen_attention(module, query, key, value, mask, scaling=None, sliding_wind
     return y[None], None
 
 
-def check_attention(hf, device: torch.device) -> None:
-    """Two documents at once must give what SDPA gives for each alone, and the same gradients."""
-    module = next(m for m in hf.modules() if hasattr(m, "is_causal"))
-    heads = hf.config.num_attention_heads
-    groups = getattr(hf.config, "num_key_value_heads", None) or heads
-    shapes = [(1, n, 96, module.head_dim) for n in (heads, groups, groups)]
-    inputs = [torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes]
-    ends = torch.tensor([0, 40, 96], device=device, dtype=torch.int32)
-    sizes = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 96, "max_length_k": 96}
-    attend = ALL_ATTENTION_FUNCTIONS[hf.config._attn_implementation]
-    packed = attend(module, *inputs, None, **sizes)[0].transpose(1, 2)
-    documents = zip(*(x.split((40, 56), 2) for x in inputs), strict=True)
-    alone = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in documents]
-    results = [packed, torch.cat(alone, 2)]
-    grads = (torch.autograd.grad(y.float().square().sum(), inputs) for y in results)
-    for ours, theirs in (results, *zip(*grads, strict=True)):
-        error = (ours - theirs).norm() / theirs.norm()
-        if not error < 0.03:
-            raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
-
-
-@torch.no_grad()
 def check_documents(hf) -> None:
     """Raises RunError if a document gives something else behind others than in front of them."""
-    hf.eval()
-    tokens = np.array([*range(16), *range(16, 0, -1), *range(16)])
-    row = {"input_ids": tokens, "labels": tokens, "lengths": [16] * 3}
-    batch = collate([row], 1, 48, 16, hf.device) | {"labels": None}
-    with torch.compiler.set_stance("force_eager"):  # training has other shapes
-        first, _, last = hf(**batch, use_cache=False).logits[0].float().split(16)
-    reshard(hf)
+    first, _, last = logits_of(hf, [*range(16), *range(16, 0, -1), *range(16)], [16] * 3).split(16)
     error = (first - last).norm() / first.norm()
     if not error < (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
         raise RunError(f"{hf.config.model_type} models mix the documents of a pack; take another")
+
+
+@torch.no_grad()
+def logits_of(hf, tokens: list[int], lengths: list[int], **options) -> Tensor:
+    """Logits (T, V) of a pack of documents, fp32; options are those of the model."""
+    row = {"input_ids": np.array(tokens), "labels": np.array(tokens), "lengths": lengths}
+    batch = collate([row], 1, len(tokens), max(lengths), hf.device) | {"labels": None}
+    hf.eval()
+    with torch.compiler.set_stance("force_eager"):  # training has other shapes
+        logits = hf(**batch, use_cache=False, **options).logits[0].float()
+    reshard(hf)
+    return logits
 
 
 def reshard(model: nn.Module) -> None:
@@ -658,30 +645,35 @@ def save(run: Run) -> None:
 
     # Process 0 comes here when all have written.
     if dist.get_rank() == 0:
-        state = {"progress": asdict(run.progress), "origin": run.origin}
-        state["files"] = {file.name: file.stat().st_size for file in unfinished.iterdir()}
-        (unfinished / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        files = sorted(unfinished.iterdir())
+        with ThreadPoolExecutor() as pool:
+            hashes = dict(zip([file.name for file in files], pool.map(script.file_sha256, files), strict=True))
+        state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
+        script.write_atomically(unfinished / "state.json", script.seal(state))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
     dist.barrier()
 
 
-def checkpoints(folder: Path) -> dict[Path, dict]:
-    """What state.json says of each checkpoint of a run whose files are whole, oldest first."""
-    found = {}
-    for file in sorted(folder.glob("checkpoints/step_??????/state.json")):
-        state = json.loads(file.read_text(encoding="utf-8"))
-        if {f.name: f.stat().st_size for f in file.parent.glob("*.safetensors")} == state["files"]:
-            found[file.parent] = state
-    return found
+def newest_whole(folder: Path) -> tuple[Path, dict] | None:
+    """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
+    for checkpoint in reversed(script.checkpoints(folder)):
+        try:
+            return checkpoint, script.check_checkpoint(checkpoint, script.read_state(checkpoint)["files"])
+        except (script.UserError, OSError, ValueError) as error:
+            say(f"skipped {checkpoint.name}: {error}")
+    return None
 
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
-    found = checkpoints(folder)
-    best = min(found, key=lambda checkpoint: found[checkpoint]["progress"]["val_loss"])
-    for checkpoint in list(found)[:-keep]:
+    losses = dict.fromkeys(script.checkpoints(folder), math.inf)
+    for checkpoint in losses:
+        with contextlib.suppress(OSError, ValueError):  # a damaged one has none
+            losses[checkpoint] = script.read_state(checkpoint)["progress"]["val_loss"]
+    best = min(losses, key=losses.get)
+    for checkpoint in list(losses)[:-keep]:
         if checkpoint != best:
             shutil.rmtree(checkpoint)
 
@@ -689,10 +681,11 @@ def prune(folder: Path, keep: int) -> None:
 def load_newest(run: Run) -> None:
     """Continues from the newest checkpoint, written by any number of ranks."""
     folder = run.config.run_dir
-    found = checkpoints(folder)
-    if not found:
+    found = [newest_whole(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, device=torch.device("cpu"))
+    if not found[0]:
         raise RunError(f"{folder} holds no whole checkpoint; start it again without --resume")
-    newest, state = found.popitem()
+    newest, state = found[0]
     if state["origin"] != run.origin:
         found = "other data, model, length, packs, workers or seed"
         raise RunError(f"{folder} has {found}; see config.json")
@@ -706,11 +699,10 @@ def load_newest(run: Run) -> None:
         (folder / "log.jsonl").write_text(lines, encoding="utf-8")
 
 
-def export(run: Run) -> str:
-    """Writes model/, which from_pretrained reads, in the type the weights came in. Returns a sample."""
+def export(run: Run) -> None:
+    """Writes model/, which from_pretrained reads, in the type the weights came in."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(run.model, options=options)  # on rank 0
-    sample = ""
     if dist.get_rank() == 0:
         dtype = run.model.export_dtype
         hf = run.model
@@ -724,31 +716,30 @@ def export(run: Run) -> str:
         state = {name: tensor.to(dtype) for name, tensor in state.items()}
         hf.save_pretrained(run.config.run_dir / "model", state_dict=state)
         run.tokenizer.save_pretrained(run.config.run_dir / "model")
-        sample = sample_text(run)
+        for file in run.config.run_dir.glob("*/*.safetensors"):  # else only its owner could read it
+            shutil.copymode(run.config.run_dir / "config.json", file)
     dist.barrier()
-    return sample
 
 
 def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model with the adapters of a state merged into its weights, and its own state."""
-    model = peft.get_peft_model(load_model(config.model_name), lora_config(config.lora_rank))
+    model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32, trust_remote_code=False)
+    model = peft.get_peft_model(model, lora_config(config.lora_rank))
     model.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in state.items()})
-    if config.keep_adapter:
-        model.save_pretrained(config.run_dir / "adapter")
+    model.save_pretrained(config.run_dir / "adapter")
+    (config.run_dir / "adapter/README.md").unlink()  # a form to fill in
     merged = model.merge_and_unload()
     return merged, merged.state_dict()
 
 
 def sample_text(run: Run) -> str:
-    """The beginning of a held-out document, continued by model/."""
+    """The beginning of a held-out document, continued greedily by 64 tokens. All ranks compute it."""
     row = run.val.rows[0]
     start = int(np.argmax(row["labels"] != IGNORED))  # of the first answer
     start = start if run.config.command == "sft" else min(16, int(row["lengths"][0]) // 2)
-    prompt = torch.tensor(row["input_ids"][None, :start], device=run.model.device)
-    model = load_model(run.config.run_dir / "model")
-    model.to(run.model.device, run.model.export_dtype)
-    options = {"max_new_tokens": 64, "do_sample": False}
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
+    tokens = row["input_ids"][:start].tolist()
+    for _ in range(min(64, run.config.sequence_length - start)):
+        tokens.append(logits_of(run.model, tokens, [len(tokens)], logits_to_keep=1)[-1].argmax().item())
     return run.tokenizer.decode(tokens)
 
 
@@ -776,39 +767,20 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     if torch.cuda.is_available():
         entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
         parts.append(f"{entry['memory_gib']:.1f} GiB")
-    if mfu := share_of_peak(run, rows, seconds):
-        entry["mfu"] = mfu
-        parts.append(f"MFU {entry['mfu']:.1%}")
     entry["eta_seconds"] = eta
     parts.append(f"{timedelta(seconds=round(eta))} left")
     write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
 
 
-def share_of_peak(run: Run, rows: np.ndarray, seconds: float) -> float:
-    """MFU of a step, 0 if the peak is not known.
-
-    A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel.
-    """
-    c = run.model.config
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    weights = {*matrices(run.model), run.model.get_output_embeddings().weight}
-    per_token = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
-    per_pair = 12 * c.num_hidden_layers * c.num_attention_heads * width
-    pairs = run.train.total("attended", rows)  # of a query and a key
-    flops = per_token * run.train.total("tokens", rows) + per_pair * pairs
-    return flops / seconds / (peak_flops(run.model.device) * dist.get_world_size())
-
-
-def finish(run: Run, sample: str) -> dict:
+def finish(run: Run) -> dict:
     """Writes the report and returns the result."""
     progress = run.progress
     folder = run.config.run_dir
+    sample = sample_text(run)
     steps = [entry for entry in report.read_log(folder) if "loss" in entry]
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
     result["loss"] = steps[-1]["loss"]
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
-    if "mfu" in steps[-1]:
-        result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
     if "memory_gib" in steps[-1]:
         result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
     if dist.get_rank() == 0:
@@ -832,7 +804,7 @@ def start_ranks() -> torch.device:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(hours=24), **alone)  # for one that tokenizes
+    dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)
     return device
 
 
@@ -845,7 +817,7 @@ def all_sum(value: float) -> float:
 def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
-    if not config.resume and (checkpoints(folder) or (folder / "model").exists()):
+    if not config.resume and (script.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:
@@ -868,6 +840,7 @@ def make_config(argv: list[str]) -> Config:
     """The settings, checked; the last one counts. With --resume those of the run come first."""
     flags = []
     for flag in argv:
+        flag = re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), flag)
         flags += ["@", flag[1:]] if re.match("@.", flag) else [flag]
     parser = build_parser()
     settings = vars(parser.parse_intermixed_args(flags))

@@ -1,7 +1,7 @@
 // llama.cpp, as npm's node-llama-cpp ships it, asked by tests/test_export_gguf.py:
 //     node tests/llama_cpp.mjs NODE_MODULES MODEL.gguf request.json answer.json
 // request: texts to tokenize; prompts, token ids to continue greedily by `count` tokens; scored, token ids whose nats are
-// asked for, from the second on; messages, to be rendered with the file's chat template and answered.
+// asked for, from the second on; messages, to be rendered with the file's chat template.
 import fs from "node:fs";
 import path from "node:path";
 
@@ -44,11 +44,9 @@ for (const ids of request.scored ?? []) {
 answer.special = { bos: model.tokens.bos, eos: model.tokens.eos };
 answer.architecture = model.fileInfo.metadata.general.architecture;
 if (request.messages) {
-  const wrapper = api.resolveChatWrapper(model, { type: "jinjaTemplate" });
-  const history = request.messages.map(({ role, content }) =>
-    role === "assistant" ? { type: "model", response: [content] } : { type: role, text: content });
-  const { contextText } = wrapper.generateContextState({ chatHistory: history });
-  answer.rendered = contextText.tokenize(model.tokenizer);
+  const { Template } = await import(path.resolve(folder, "@huggingface/jinja/dist/index.js"));
+  const template = new Template(model.fileInfo.metadata.tokenizer.chat_template);
+  answer.rendered = template.render({ messages: request.messages, add_generation_prompt: true });
 }
 fs.writeFileSync(answered, JSON.stringify(answer));
 process.exit(0);

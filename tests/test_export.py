@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+from pathlib import Path
 
 import export
 import pytest
@@ -12,10 +13,10 @@ import tiktoken
 import tokenizer
 import torch
 import train_small as ts
+from safetensors import SafetensorError
+from transformers import DataCollatorForLanguageModeling
 
 from conftest import ROOT, VARIED, export_run, random_model, random_texts, tiny_config, write_run
-from hub_stub import names_of, start_hub
-from processes import python
 
 
 def test_tokenizer_equals_the_projects(bpe):
@@ -58,7 +59,10 @@ def test_tokens_that_no_merge_reaches(bpe):
 def test_card_and_files(bpe, tmp_path, capsys):
     """Results are those of the run, or of its log up to the saved step; nothing names this computer."""
     run_dir = write_run(tmp_path / "run", bpe)
+    before = os.umask(0o027)
     card = export_run(run_dir, tmp_path / "model", "--name", "me/tiny", "--license", "apache-2.0")
+    os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o640}
     assert "base model" in capsys.readouterr().out
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_decoderstack.py",
              "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
@@ -88,23 +92,27 @@ def test_card_and_files(bpe, tmp_path, capsys):
 
 @pytest.mark.parametrize("chat", (False, True))
 def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
-    """The code for transformers runs from any folder, that for TRL where TRL is installed; harness and server.
+    """The code for transformers runs where it was exported, that for TRL where TRL is installed; harness and server.
 
     The training data are the sources of the dataset; conversations are those of a chat model.
     """
     (tmp_path / "dataset.json").write_text(json.dumps({"sources": ["climbmix"], "sft": {"sources": ["smol-smoltalk"]}}))
     run_dir = write_run(tmp_path / "run", bpe, chat=chat, data=str(tmp_path))
-    card = export_run(run_dir, tmp_path / "model", "--name", str(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    card = export_run(run_dir, Path("export/tiny-1.5b"))
+    assert "# tiny-1.5b\n" in card
     assert "{" not in re.sub(r"```python.*?```|`python`|\{\"type.*?\}", "", card, flags=re.S), "nothing left to fill in"
     assert f"Training data: climbmix{', smol-smoltalk' if chat else ''}\n" in card
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     use, *finetune = re.findall(r"```python\n(.*?)```", card, re.S)
     scope = {}
     exec(use, scope)
     assert type(scope["model"]).__name__ == "DecoderStackForCausalLM"
     assert scope["tokenizer"].chat_template, "also that of a base model, for finetuning"
+    collate = DataCollatorForLanguageModeling(scope["tokenizer"], mlm=False)
+    end = scope["tokenizer"].eos_token_id
+    labels = collate([scope["tokenizer"](text) for text in ("a" + scope["tokenizer"].eos_token, "a b c d")])["labels"]
+    assert end in labels[0, 1:].tolist(), "padding is another token than the end, which a collator would not teach"
     for block in finetune:
         compile(block, "card", "exec")
     assert ('eos_token="<|assistant_end|>"' in card) != chat
@@ -115,10 +123,10 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert "add_bos_token=False" in commands[1] and "wikitext" in commands[1]
     assert ("--apply_chat_template" in commands[0]) == chat
     assert "model=run," in commands[2] and "add_bos_token=True" in commands[2], "the server adds none to ids"
-    assert "python runs/serve.py out/run\n" in card
+    assert "python runs/serve.py run\n" in card
 
 
-def test_user_errors(bpe, tmp_path, capsys):
+def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     """One sentence, exit code not 0, and nothing is left behind."""
     run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
@@ -138,24 +146,9 @@ def test_user_errors(bpe, tmp_path, capsys):
         assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"]
 
+    def full_disk(*_):
+        raise SafetensorError("I/O error: No space left on device")
 
-def test_push(bpe, tmp_path):
-    """The repository of the hub holds the files of the folder; without a hub one sentence says what is left to do."""
-    run_dir = write_run(tmp_path / "run", bpe)
-
-    def run(hub, out, *more):
-        environment = {**os.environ, **names_of(hub, tmp_path), "HF_TOKEN": "hf_secret"}
-        return python("runs/export.py", run_dir, "--out", out, "--push", *more, env=environment)
-
-    with start_hub({}) as hub:
-        done = run(hub, tmp_path / "a", "me/tiny")
-        assert done.returncode == 0 and done.stdout.endswith(f"sent {tmp_path / 'a'} to me/tiny\n"), done.stderr
-        sent = {name: data for name, data in hub.repos["me/tiny"].items()}
-    assert sent == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    assert b"# me/tiny" in sent["README.md"]
-
-    done = run(hub, tmp_path / "b", "me/tiny")  # the hub has gone
-    assert done.returncode == 1 and "hf upload me/tiny" in done.stderr and "hf_secret" not in done.stderr
-    assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
-    done = run(hub, tmp_path / "c", "tiny")
-    assert done.returncode == 2 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()
+    monkeypatch.setattr(export, "save_file", full_disk)
+    assert export.main([str(run_dir), "--out", str(new)]) == 1
+    assert f"No space left on device); make room, remove {new} and try again" in capsys.readouterr().err

@@ -5,7 +5,9 @@ llama.cpp comes from npm:
     npm install --prefix .venv --omit=optional node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1
 """
 
+import json
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import export
 import format
 import pytest
 import tokenizer
+import tokenizers
 import torch
 import torch.nn.functional as F
 import train_small as ts
@@ -23,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, VARIED, export_run, frozen_code, portable_config, random_model, random_texts, write_run
+from test_data_tokenizer import PUBLISHED
 
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
@@ -30,7 +34,7 @@ needs_llama_cpp = pytest.mark.skipif(
 )
 
 
-def portable_run(folder: Path, pattern: str = "llama3", chat: bool = True, **overrides) -> Path:
+def portable_run(folder: Path, pattern: str = "qwen2", chat: bool = True, **overrides) -> Path:
     """A run of a tiny model with random weights, residual factors and all, and a tokenizer of 900 entries."""
     path = folder / "tokenizer.json"
     format.write_json(path, tokenizer.train(iter(frozen_code()), 900, pattern=tokenizer.PATTERNS[pattern]))
@@ -86,19 +90,24 @@ def test_file(kind, run_dir, tmp_path, capsys):
     """The gguf package reads the weights of the transformers export, to the precision of their type."""
     import gguf
 
-    path = tmp_path / "m.gguf"
-    export.main([str(run_dir), "--gguf", str(path), "--type", kind, "--out", str(tmp_path / "hf")])
+    path = tmp_path / "a b.gguf"
+    flags = ["--type", kind, "--out", str(tmp_path / "llama-1.5b"), "--license", "mit"]
+    assert export.main([str(run_dir), "--gguf", str(path), *flags]) == 0
     said = capsys.readouterr().out
-    assert f"llama-cli -m {path} -c 64 --jinja -cnv\n" in said and "\nFROM ./m.gguf\n" in said
+    assert f"llama-cli -m '{path}' -c 64 --jinja -cnv\n" in said and "\nFROM ./a b.gguf\n" in said
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3" and fields["qwen3.context_length"] == 64
     own = ts.Tokenizer(run_dir / "tokenizer.json")
-    assert fields["tokenizer.ggml.pre"] == "llama-bpe" and len(fields["tokenizer.ggml.tokens"]) == 900
+    assert fields["tokenizer.ggml.pre"] == "qwen2" and len(fields["tokenizer.ggml.tokens"]) == 900
     assert fields["tokenizer.ggml.bos_token_id"] == own.bos_id
-    assert fields["tokenizer.ggml.eos_token_id"] == own.specials["<|assistant_end|>"]
+    for name in ("eos", "eot"):
+        assert fields[f"tokenizer.ggml.{name}_token_id"] == own.specials["<|assistant_end|>"]
+    assert fields["tokenizer.ggml.padding_token_id"] == own.bos_id and fields["general.license"] == "mit"
+    found = [fields[f"general.{name}"] for name in ("type", "name", "size_label", "quantization_version")]
+    weights = load_file(tmp_path / "llama-1.5b/model.safetensors")
+    assert found == ["model", "llama-1.5b", f"{sum(w.numel() for w in weights.values()) / 1000:.0f}K", 2]
 
-    weights = load_file(tmp_path / "hf/model.safetensors")
     assert len(reader.tensors) == len(weights) == 3 + 4 * 11
     found = {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
@@ -155,7 +164,81 @@ def test_what_is_portable(changed):
     assert bool(reason) == bool(changed)
 
 
+def test_tokens_by_the_rule_of_ollama(tmp_path):
+    """It splits the text of every Qwen3 as Qwen2 does, whatever the file says; the pages name a pattern that agrees."""
+    pages = ("runs/tutorials/6_portable.md", "runs/portable.args", "runs/README.md")
+    names = {re.search(r"--pattern (\w+)", (ROOT / page).read_text(encoding="utf-8"))[1] for page in pages}
+    assert len(names) == 1
+    run_dir = portable_run(tmp_path, *names)
+    own = ts.Tokenizer(run_dir / "tokenizer.json")
+    content = export.read_vocabulary(own).content
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PUBLISHED["qwen2"]
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    theirs.encode_special_tokens = True
+    for text in [*VARIED, *random_texts(2000), (ROOT / "train_small.py").read_text(encoding="utf-8")]:
+        assert theirs.encode(text, add_special_tokens=False).ids == own.encode(text), repr(text)
+
+
+@pytest.fixture(scope="module")
+def finetuned(run_dir, tmp_path_factory) -> Path:
+    """An export whose weights another program has changed and saved, in more than one file, and a token more."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    export_run(run_dir, folder / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    theirs = AutoTokenizer.from_pretrained(folder / "hf")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+    model.resize_token_embeddings(902)
+    model.save_pretrained(folder / "new", max_shard_size="200KB")
+    theirs.save_pretrained(folder / "new")
+    return folder / "new"
+
+
+def test_file_of_a_finetuned_export(run_dir, finetuned, tmp_path, capsys):
+    """Each tensor is the one that was saved; vocabulary and template are those of the run."""
+    import gguf
+
+    for source, name in ((run_dir, "run"), (finetuned, "new")):
+        assert export.main([str(source), "--gguf", str(tmp_path / name), "--type", "f32"]) == 0
+    assert "chat model" in capsys.readouterr().out
+    old, new = (gguf.GGUFReader(tmp_path / name) for name in ("run", "new"))
+    fields, expected = ({k: field.contents() for k, field in file.fields.items()} for file in (new, old))
+    differ = {k for k in fields if fields[k] != expected.get(k)}
+    shape = {"qwen3.vocab_size", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"}
+    assert differ == shape | {"general.name"} and fields.keys() == expected.keys()
+    assert fields["tokenizer.ggml.tokens"] == [*expected["tokenizer.ggml.tokens"], "[PAD900]", "[PAD901]"]
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
+    found = {tensor.name: torch.tensor(tensor.data) for tensor in new.tensors}
+    weights = AutoModelForCausalLM.from_pretrained(finetuned).state_dict()
+    assert len(weights) == len(found) == 47 and len(list(finetuned.glob("*.safetensors"))) > 1
+    assert all(torch.equal(found[names.get_name(name, (".weight",))], weight) for name, weight in weights.items())
+
+    capsys.readouterr()
+    assert export.main([str(finetuned), "--out", str(tmp_path / "x")]) == 1
+    assert "is an export already" in capsys.readouterr().err
+    (finetuned / "config.json").rename(tmp_path / "config.json")
+    assert export.main([str(finetuned), "--gguf", str(tmp_path / "x")]) == 1
+    assert "merge adapters into the model first" in capsys.readouterr().err
+    (tmp_path / "config.json").rename(finetuned / "config.json")
+
+
 # ---- llama.cpp
+
+
+@needs_llama_cpp
+def test_llama_cpp_after_finetuning(finetuned, tmp_path):
+    """Greedy text is that of transformers, as far as the first two are apart."""
+    export.main([str(finetuned), "--gguf", str(tmp_path / "m.gguf"), "--type", "f32"])
+    model = AutoModelForCausalLM.from_pretrained(finetuned)
+    prompts = [random_ids(20, seed) for seed in range(4)]
+    answer = ask_llama_cpp(tmp_path, tmp_path / "m.gguf", {"prompts": prompts, "count": 20})
+    for ids, found in zip(prompts, answer["prompts"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + found])).logits[0, len(ids) - 1 : -1]
+        assert (logits.amax(1) - logits.gather(1, torch.tensor(found)[:, None])[:, 0]).max() < 0.02
 
 
 @needs_llama_cpp
@@ -181,9 +264,9 @@ def test_llama_cpp(kind, run, run_dir, tmp_path):
     export.main([str(run_dir), "--gguf", str(path), "--type", kind])
     texts = [random_ids(64, seed) for seed in range(4)]
     prompts = [random_ids(20, seed) for seed in range(8)]
-    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "How?")]
+    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes, [3*4 = 12]!"), ("user", "How?")]
     messages = [{"role": role, "content": content} for role, content in said]
-    asked = {"prompts": prompts, "count": 20, "messages": [*messages, {"role": "assistant", "content": ""}]}
+    asked = {"prompts": prompts, "count": 20, "messages": messages}
     answer = ask_llama_cpp(tmp_path, path, asked | {"scored": texts})
 
     tolerance = {"f32": 2e-3, "f16": 5e-3, "q8_0": 0.1}[kind]  # keys and values are fp16 in llama.cpp
@@ -196,5 +279,5 @@ def test_llama_cpp(kind, run, run_dir, tmp_path):
         assert lost.max() < 10 * tolerance
 
     assert answer["architecture"] == "qwen3"
-    decode = run.tokenizer.encoding.decode  # this package tokenizes the parts of a text one by one
-    assert decode(answer["rendered"]) == decode(chat_format.render(run.tokenizer, chat_format.merge_turns(said)))
+    expected = chat_format.render(run.tokenizer, chat_format.merge_turns(said))
+    assert answer["rendered"] == run.tokenizer.encoding.decode(expected)

@@ -2,8 +2,8 @@
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
 
-with nothing between the tokens. data/sft.py writes the training data in this format. The templates of exports
-(export_chat.jinja, export_gguf.jinja) repeat it for other programs. tests/test_chat_format.py compares all of them.
+with nothing between the tokens. data/sft.py writes the training data in this format. The template of exports
+(export_chat.jinja) repeats it for other programs. tests/test_chat_format.py compares all of them.
 """
 
 import itertools

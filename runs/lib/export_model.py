@@ -66,10 +66,10 @@ class DecoderStackConfig(PretrainedConfig):
     backout_layer: int = -1  # -1: no backout
     mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
 
-    # Logits are C tanh(logit_scale (z + bias) / C) + C, where C is final_logit_softcapping.
+    # Logits are C tanh(logit_scale (z + logit_bias) / C) + C, where C is final_logit_softcapping.
     final_logit_softcapping: float = 11.5
     logit_scale: float = 23 / 30
-    logit_bias: float = 5.0  # of a new model; later lm_head.bias counts
+    logit_bias: float = 5.0
 
 
 # -- small parts
@@ -321,8 +321,6 @@ class DecoderStackPreTrainedModel(PreTrainedModel):
         """A plain start for a new model; the script that trained this one starts in other ways."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.constant_(module.bias, self.config.logit_bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.01)
         elif isinstance(module, Gate):
@@ -474,32 +472,42 @@ def check_length(count: int, limit: int) -> None:
         raise ValueError(f"{count} tokens are more than the model's context of {limit}; ask for fewer")
 
 
+class Head(nn.Linear):
+    """z; the model adds a constant behind it, as PEFT drops biases. TRL computes logits by itself and reads `bias`."""
+
+    def __init__(self, width: int, vocab: int, constant: float):
+        super().__init__(width, vocab, bias=False)
+        self.constant = constant
+
+    @property
+    def bias(self) -> Tensor:
+        return self.weight.new_full((self.out_features,), self.constant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: DecoderStackConfig):
         super().__init__(config)
         self.model = DecoderStackModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, config.logit_bias)
         self.post_init()
 
     def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        """New tokens have value embeddings of zero, and the bias that all others began with."""
-        old_rows = self.lm_head.out_features
+        """New tokens have value embeddings of zero."""
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         rows = embeddings.num_embeddings
-        with torch.no_grad():
-            self.lm_head.bias[old_rows:] = self.config.logit_bias
-        for layer in self.model.layers:
-            old = layer.self_attn and layer.self_attn.value_embed
-            if old is None or old.num_embeddings == rows:
-                continue
-            kept = min(rows, old.num_embeddings)
-            new = nn.Embedding(rows, old.embedding_dim).to(old.weight)
-            with torch.no_grad():
-                new.weight.zero_()
-                new.weight[:kept] = old.weight[:kept]
-            layer.self_attn.value_embed = new
+        weight = self.lm_head.weight
+        self.lm_head = Head(weight.size(1), rows, self.config.logit_bias)
+        self.lm_head.weight = weight
+        for attention in filter(None, [layer.self_attn for layer in self.model.layers]):
+            if attention.value_embed is not None:
+                table = attention.value_embed.weight.data
+                table = F.pad(table, (0, 0, 0, rows - len(table)))
+                attention.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
         return embeddings
 
     @can_return_tuple
@@ -527,7 +535,7 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         cap = self.config.final_logit_softcapping
-        z = self.lm_head(hidden).float() * self.config.logit_scale
+        z = (self.lm_head(hidden).float() + self.config.logit_bias) * self.config.logit_scale
         logits = cap * torch.tanh(z / cap) + cap
 
         loss = None

@@ -9,14 +9,16 @@ and two tables, one for the input and one for the output. What the script has be
 - Channels of queries and keys are reordered within each head.
 """
 
+import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from lib.chat_format import TURN_TOKENS
 from lib.command import RunError
+from safetensors.torch import load_file
 from tokenizer import PATTERNS
 from torch import Tensor
 
@@ -24,7 +26,8 @@ EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
 # Split patterns that llama.cpp knows, and what it calls them.
 LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
-CHAT_TEMPLATE = Path(__file__).with_name("export_gguf.jinja")
+CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
+PAD = "<|output_end|>"  # pads where the token that ends a text is its first one too: the loss never counts this one
 
 
 # ---- the model
@@ -142,13 +145,47 @@ class Vocabulary(NamedTuple):
     pattern: str  # by which text is split
     specials: dict[str, int]
     bos: str  # begins a text
-    end: str  # ends an answer
+    end: str  # ends an answer; in a base model bos, which ends the text before
+    pad: str
+    template: str = ""  # of chats
 
 
-def write_gguf(path: Path, kind: str, name: str, config, tensors: dict, vocabulary) -> None:
+def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
+    """config.json, weights and vocabulary of a portable export that transformers saved again, as TRL and PEFT do.
+
+    Raises: RunError if it is another model, OSError
+    """
+    files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+    try:
+        fields, generation, settings, content = (
+            json.loads((folder / name).read_text(encoding="utf-8")) for name in files
+        )
+        split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        if fields["architectures"] != ["Qwen3ForCausalLM"]:
+            raise ValueError(f"its architecture is {fields['architectures']}")
+    except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
+        advice = "merge adapters into the model first, and save model and tokenizer in one folder"
+        raise RunError(f"{folder} is no portable export that was finetuned ({error}); {advice}") from None
+
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    specials = {token["content"]: token["id"] for token in content["added_tokens"]}
+    bos = settings["bos_token"]
+    ids = generation.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    ends = [text for text, i in specials.items() if i in ids and text != bos]
+    file = folder / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template", "")
+    end = ends[0] if ends else settings["eos_token"]
+    return fields, tensors, Vocabulary(content, split, specials, bos, end, settings["pad_token"], template)
+
+
+def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, vocabulary: Vocabulary) -> None:
     """Writes a new GGUF file, whole or not at all.
 
-    Args:   kind one of TYPES; name for people; config the script's; tensors by qwen_weights()
+    Args:   kind one of TYPES; about with name and license, for people; fields of config.json;
+            tensors by the names of Qwen3ForCausalLM
     Raises: RunError, OSError
     """
     try:
@@ -159,17 +196,28 @@ def write_gguf(path: Path, kind: str, name: str, config, tensors: dict, vocabula
     if path.exists():
         raise RunError(f"{path} exists; choose another --gguf or remove it")
     if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
-        advice = "train on a dataset of `data/pretrain.py --pattern llama3`"
+        advice = "train on a dataset of `data/pretrain.py --pattern qwen2`"
         raise RunError(f"llama.cpp does not know the split pattern of this run's tokenizer; {advice}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, fields["num_hidden_layers"])
     part = path.with_name(path.name + ".part")
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
-        add_model_fields(writer, config, gguf.LlamaFileType[TYPES[kind]], name)
-        add_vocabulary(writer, gguf.TokenType, vocabulary)
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(about["name"])
+        if about["license"]:
+            writer.add_license(about["license"])
+        writer.add_size_label(gguf.size_label(sum(tensor.numel() for tensor in tensors.values()), 0, 0, 0))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
+        add_shape(writer, fields)
+        add_vocabulary(writer, gguf.TokenType, vocabulary, fields["vocab_size"])
         for key, tensor in tensors.items():
-            values, q8 = stored(gguf, tensor.detach().float().contiguous().numpy(), kind)
-            writer.add_tensor(names.get_name(key, (".weight",)), values, raw_dtype=q8)
+            values = tensor.detach().float().contiguous().numpy()
+            stored = "f32" if values.ndim == 1 else kind  # gains stay fp32
+            if stored == "q8_0" and values.shape[-1] % 32:
+                stored = "f16"
+            dtype = gguf.GGMLQuantizationType[stored.upper()]
+            writer.add_tensor(names.get_name(key, (".weight",)), gguf.quants.quantize(values, dtype), raw_dtype=dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -179,49 +227,46 @@ def write_gguf(path: Path, kind: str, name: str, config, tensors: dict, vocabula
         part.unlink(missing_ok=True)
 
 
-def stored(gguf, values: np.ndarray, kind: str) -> tuple:
-    """A tensor as it is stored, and its type where numpy has none: gains stay fp32."""
-    if values.ndim == 1 or kind == "f32":
-        return values, None
-    if kind == "q8_0" and values.shape[-1] % 32 == 0:
-        q8 = gguf.GGMLQuantizationType.Q8_0
-        return gguf.quants.quantize(values, q8), q8
-    return values.astype(np.float16), None
+def add_shape(writer, fields: dict) -> None:
+    writer.add_context_length(fields["max_position_embeddings"])
+    writer.add_embedding_length(fields["hidden_size"])
+    writer.add_block_count(fields["num_hidden_layers"])
+    writer.add_feed_forward_length(fields["intermediate_size"])
+    writer.add_head_count(fields["num_attention_heads"])
+    writer.add_head_count_kv(fields["num_key_value_heads"])
+    writer.add_key_length(fields["head_dim"])
+    writer.add_value_length(fields["head_dim"])
+    writer.add_rope_freq_base(fields["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+    writer.add_vocab_size(fields["vocab_size"])
 
 
-def add_model_fields(writer, c, file_type: int, name: str) -> None:
-    writer.add_name(name)
-    writer.add_file_type(file_type)
-    writer.add_context_length(c.max_seq_len)
-    writer.add_embedding_length(c.width)
-    writer.add_block_count(c.num_layers)
-    writer.add_feed_forward_length(c.mlp_width)
-    writer.add_head_count(c.num_heads)
-    writer.add_head_count_kv(c.num_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_rope_freq_base(c.rotary_base)
-    writer.add_layer_norm_rms_eps(EPS)
-    writer.add_vocab_size(c.vocab_size)
-
-
-def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
-    """Tokens, merges, special tokens, and the chat template where the marks of a chat are among them."""
+def add_vocabulary(writer, types, vocabulary: Vocabulary, size: int) -> None:
+    """Tokens, merges, special tokens, and the chat template."""
     model = vocabulary.content["model"]
     specials = vocabulary.specials
-    tokens = sorted({**model["vocab"], **specials}.items(), key=lambda pair: pair[1])
-    kinds = [types.CONTROL if text in specials else types.NORMAL for text, _ in tokens]
+    texts = {i: text for text, i in {**model["vocab"], **specials}.items()}
+    tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]  # as llama.cpp fills rows of the table without a token
+    kinds = [types.CONTROL if text in specials else types.NORMAL for text in tokens]
+    kinds = [kind if i in texts else types.UNUSED for i, kind in enumerate(kinds)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(LLAMA_CPP_PATTERNS[vocabulary.pattern])
-    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_bos_token_id(specials[vocabulary.bos])
     writer.add_eos_token_id(specials[vocabulary.end])
+    writer.add_eot_token_id(specials[vocabulary.end])
+    writer.add_pad_token_id(specials[vocabulary.pad])
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    if specials.keys() >= set(TURN_TOKENS):
-        writer.add_chat_template(CHAT_TEMPLATE.read_text(encoding="utf-8"))
+    if vocabulary.template:
+        writer.add_chat_template(without_marks(vocabulary.template))
+
+
+def without_marks(template: str) -> str:
+    """A chat template without the marks of what the loss counts, which only transformers knows."""
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
 
 
 HOW_TO_RUN = """\
@@ -244,4 +289,4 @@ def how_to_run(path: Path, context: int, is_chat: bool) -> str:
     """Commands for llama.cpp, and a Modelfile for ollama."""
     prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
     modelfile = CHAT_MODELFILE if is_chat else MODELFILE
-    return HOW_TO_RUN.format(path=path, file=path.name, context=context, prompt=prompt) + modelfile
+    return HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt) + modelfile
