@@ -236,11 +236,10 @@ class Worker(threading.Thread):
         for row, sequence in list(self.sequences.items()):
             if sequence.request.gone or sequence.reason:  # its client left, or a stop string ended it
                 self.evict(row)
-        new: dict[int, Sequence] = {}
+        with self.wake:
+            self.preempt()
+            new = self.schedule()
         try:
-            with self.wake:
-                self.preempt()
-                new = self.schedule()
             if new:
                 self.add_sequences(new)
         except Exception:
@@ -268,7 +267,7 @@ class Worker(threading.Thread):
         for _ in range(len(waiting) - len(self.free)):
             running = [sequence.request for sequence in self.sequences.values()]
             richest = max(running, key=lambda request: request.num_running)
-            if richest.rows < 2:
+            if richest.num_running < 2:
                 return
             rows = [row for row, sequence in self.sequences.items() if sequence.request is richest]
             row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))

@@ -18,7 +18,7 @@ import llguidance
 from llguidance import LLMatcher
 
 MAX_BYTES = 65536  # of a schema
-COMPILE_SECONDS = 2  # of the processor
+COMPILE_SECONDS = 1  # of the processor
 COMPILE_BYTES = 1 << 30  # of memory
 COMPILE_STACK = 1 << 20  # bytes, less than the threads of a server have
 WAIT_SECONDS = 20  # for the process, on a busy machine
@@ -42,13 +42,14 @@ class Mask:
 
     @staticmethod
     def of(schema: dict, vocabulary: llguidance.LLTokenizer, longest: int = 10_000) -> "Mask":
-        """A mask for answers that follow a schema, with strings of up to `longest` characters where it has no limit.
+        """A mask for answers that follow a schema, with `longest` characters for all strings without a limit.
 
         Raises: ValueError if no answer can follow it, or if it is too much work
         """
         text = json.dumps(schema)
         if len(text) > MAX_BYTES:
             raise ValueError(f"it has {len(text):,} bytes; at most {MAX_BYTES:,} work")
+        longest = max(16, longest // max(1, text.count('"string"')))
         text = json.dumps(narrow(schema, longest, closed='"allOf"' not in text))
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
         problem = "" if schema == ANY_OBJECT else check_grammar(grammar)
