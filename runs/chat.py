@@ -242,12 +242,16 @@ class Remote:
     def __init__(self, url: str, args: argparse.Namespace):
         if not url.startswith(("http://", "https://")):
             raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
+        import httpx
         import openai
 
         base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or "none"
         options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
-        self.client = openai.OpenAI(**options)
+        try:
+            self.client = openai.OpenAI(**options)
+        except httpx.InvalidURL as error:
+            raise RunError(f"--endpoint {url} is not a web address ({error})") from None
         self.args = args
         self.turns = 0
         self.model = args.model or self.first_model()

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import os
 import sys
-import threading
 import time
 
 # gradio and openai are imported where they are used, as they take seconds, for which --help should not wait.
@@ -180,6 +179,7 @@ def main() -> int:
     args = parse()
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
     import gradio as gr
+    import httpx
     import openai
 
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -193,14 +193,16 @@ def main() -> int:
             server_name=args.host, server_port=args.port, theme=theme, css=CSS, head=HEAD, share=False, ssr_mode=False,
             run_history=False, enable_monitoring=False, footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
-    except (openai.OpenAIError, IndexError) as error:
+    except (openai.OpenAIError, httpx.InvalidURL, IndexError) as error:
         print(f"error: {base}/models names no model ({sentence(error)}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"page: {url}", flush=True)
-    threading.Event().wait()
+    server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one
+    while server in (None, str(os.getppid())):  # with it the page ends too
+        time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ finetuned model has a calculator: its call and result are in the text, as [3*4 =
 stream those pieces carry "part": "python" or "python_output" beside "content". Models without
 finetuning offer only completions. With response_format an answer is JSON, without a calculator.
 
-The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
-environment variable DECODERSTACK_API_KEY, all but /health needs "Authorization: Bearer KEY". Host
-must be an IP address, localhost or an --allow-host (against DNS rebinding), Origin, if sent, must
-be the server itself, and a POST must be application/json. Texts are never logged. A server that the
+The server listens on 127.0.0.1 by default. With --api-key, or a key in the environment variable
+DECODERSTACK_API_KEY, all but /health needs "Authorization: Bearer KEY". Host must be an IP address,
+localhost or an --allow-host (against DNS rebinding), Origin, if sent, must be the server itself or
+an --allow-origin (CORS), and a POST must be application/json. Texts are never logged. A server that the
 public can reach belongs behind a proxy such as nginx or Caddy, which closes idle connections.
 SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
@@ -51,6 +51,7 @@ import time
 import traceback
 import urllib.parse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers [%(default)s]")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="a name that clients may use for this machine, repeatable")  # fmt: skip
+    add("--allow-origin", metavar="URL", action="append", default=[],
+        help="a web page's address, such as http://localhost:3000, that may use this server, repeatable")  # fmt: skip
     add("--name", help="of the model (default: that of the run directory)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
@@ -92,6 +95,7 @@ from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
@@ -107,6 +111,9 @@ FEW = 8  # answers at a time whose ids go out with every step
 MESSAGE_SECONDS = 4e-4  # above that: between two messages to a client, for each further answer
 HOLD = 2  # steps that a new request may wait for others, so that they enter together
 STOPPING = "the server is stopping"
+FAILED = "the model no longer runs, and the server's log says why; start the server again"
+COMPILERS = 4  # schemas of answers that are compiled at a time
+EXIT_SECONDS = 5  # after --drain, for the process to end
 PUBLIC = ("/health",)  # without a key
 
 # ---- the thread that owns the model
@@ -150,7 +157,7 @@ class Worker(threading.Thread):
         self.pending: set[Request] = set()  # requests with news that the event loop has not heard of
         self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
-        self.draining = False  # no new requests
+        self.draining = False  # no new requests, as it stops or has failed
         self.closed = False  # nothing goes on
         self.wake = threading.Condition()
         self.ready = threading.Event()
@@ -167,7 +174,7 @@ class Worker(threading.Thread):
         self.loop = asyncio.get_running_loop()
         with self.wake:
             if self.draining:
-                raise APIError(503, STOPPING)
+                raise APIError(503, FAILED if self.error else STOPPING)
             taken = self.waiting() + len(self.sequences)
             most = self.decoder.num_rows + self.max_waiting
             if taken + len(request.sequences) > most:
@@ -198,15 +205,20 @@ class Worker(threading.Thread):
         except Exception as error:
             self.error = error
         self.ready.set()
-        while not self.error and not self.closed:
-            with self.wake:
-                self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
-            self.round()
-        self.notify(self.pending)
+        try:
+            while not self.error and not self.closed:
+                with self.wake:
+                    self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
+                self.round()
+        except Exception as error:
+            traceback.print_exc()
+            self.error = error
         with self.wake:
+            self.draining = True
             requests = {sequence.request for sequence in self.sequences.values()} | set(self.queue)
             self.queue = {}
-        self.notify(requests, APIError(503, STOPPING))
+        self.notify(self.pending)
+        self.notify(requests, APIError(503, FAILED if self.error else STOPPING))
 
     def warm_up(self) -> None:
         """Builds the usual graphs before anyone waits for them, and takes memory for a prefill."""
@@ -224,11 +236,10 @@ class Worker(threading.Thread):
         for row, sequence in list(self.sequences.items()):
             if sequence.request.gone or sequence.reason:  # its client left, or a stop string ended it
                 self.evict(row)
-        new: dict[int, Sequence] = {}
+        with self.wake:
+            self.preempt()
+            new = self.schedule()
         try:
-            with self.wake:
-                self.preempt()
-                new = self.schedule()
             if new:
                 self.add_sequences(new)
         except Exception:
@@ -256,7 +267,7 @@ class Worker(threading.Thread):
         for _ in range(len(waiting) - len(self.free)):
             running = [sequence.request for sequence in self.sequences.values()]
             richest = max(running, key=lambda request: request.num_running)
-            if richest.rows < 2:
+            if richest.num_running < 2:
                 return
             rows = [row for row, sequence in self.sequences.items() if sequence.request is richest]
             row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))
@@ -391,6 +402,7 @@ class Server:
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
         self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
+        self.compilers = ThreadPoolExecutor(COMPILERS)
         model = {"id": self.name, "object": "model", "owned_by": "local"}
         model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
         routes = [
@@ -409,9 +421,11 @@ class Server:
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
         paths = {route.path for route in routes}
         counter = self.worker.metrics.requests
-        gate = Middleware(Gate, allowed=hosts, key=args.api_key, paths=paths, counter=counter)
+        origins = [origin.rstrip("/") for origin in args.allow_origin]
+        gate = Middleware(Gate, allowed=hosts, origins=origins, key=args.api_key, paths=paths, counter=counter)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
-        self.app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
+        self.app = Starlette(routes=routes, middleware=[cors, gate], exception_handlers=handlers)
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -429,6 +443,8 @@ class Server:
         data = await read_body(http_request)
         found = await asyncio.to_thread(action, data)
         if isinstance(found, Request):
+            if found.fields.response_format.type != "text":  # in threads of their own, as others must not wait
+                await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
             return functools.partial(self.reply, found)
         return JSONResponse(found)
 
@@ -506,6 +522,7 @@ class Gate:
 
     app: Callable
     allowed: set[str]  # names of this server
+    origins: list[str]  # of other web pages
     key: str | None
     paths: set[str]  # that are counted by name
     counter: prometheus.Counter
@@ -529,8 +546,10 @@ class Gate:
             name = urllib.parse.urlsplit(f"//{host}").hostname or ""
             if name not in self.allowed:
                 ipaddress.ip_address(name)  # a page that rebinds a name has that name here
-            if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host:
-                return APIError(403, "requests from web pages of another origin are refused")
+            known = origin is None or not {origin, "*"}.isdisjoint(self.origins)
+            if not known and urllib.parse.urlsplit(origin).netloc.lower() != host:
+                wrong = f"requests from web pages of another origin are refused, found {shorten(origin)}"
+                return APIError(403, f"{wrong}; start the server with --allow-origin URL to allow it")
         except ValueError:
             wrong = f"this server does not know {shorten(host)} of the Host header"
             return APIError(403, f"{wrong}; start it with --allow-host NAME to allow it")
@@ -548,6 +567,8 @@ async def failure(http_request: HTTPRequest, error: Exception) -> Response:
         return error.response()
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{http_request.method} {http_request.url.path[:100]}: {error.detail}"
+        if error.status_code == 404 and not http_request.url.path.startswith("/v1/"):
+            message += "; the base URL of the API ends with /v1"
         response = APIError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
@@ -564,6 +585,13 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self.worker = worker
         self.drain = drain
+
+    def handle_exit(self, signum, frame) -> None:
+        """Of a signal: the process ends in any case, even if a thread hangs."""
+        super().handle_exit(signum, frame)
+        last = threading.Timer(self.drain + EXIT_SECONDS, os._exit, (1,))
+        last.daemon = True
+        last.start()
 
     async def shutdown(self, sockets=None) -> None:
         self.worker.draining = True
@@ -603,7 +631,7 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
         server_header=False,
         # Longer than a client keeps an idle connection (openai: 5 s), or it may send into a closed one.
         timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=int(args.drain) + 5,
+        timeout_graceful_shutdown=int(args.drain) + 2,
     )
     return HTTPServer(config, server.worker, args.drain)
 
@@ -612,7 +640,7 @@ def start_page(host: str, port: int, api_key: str | None) -> subprocess.Popen:
     """Starts the web page as a process of its own, which prints its address once it is ready."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    environment = {**os.environ, "OPENAI_API_KEY": api_key or ""}
+    environment = {**os.environ, "OPENAI_API_KEY": api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
     return subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
 
 

@@ -3,12 +3,13 @@
 # ruff: noqa: F811  (fixtures of another file)
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import jsonschema
-import openai
 import pydantic
 import pytest
+from lib import json_answers
 
 from test_serve import HELLO, expected, model_logprobs, rendered, runs, talker, writer  # noqa: F401  (fixtures)
 
@@ -50,15 +51,97 @@ def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=400, temperature=0.0)
 
 
-def test_grammars_beyond_limits(talker):
-    """A schema that fails at once is refused; an answer that a grammar fails ends as too long, never as complete."""
-    def ask(schema):
-        shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        return talker.chat(model="talker", messages=HELLO, n=6, temperature=1.5, response_format=shape).choices
+def ask(running, schema, **options):
+    """The answer to a request for JSON of a schema."""
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    options = {"max_tokens": 100, "temperature": 1.0, "seed": 1, **options}
+    return running.post({"messages": HELLO, "response_format": shape, **options})
 
-    with pytest.raises(openai.BadRequestError, match="response_format: this schema does not work here"):
-        ask({"$ref": "#"})
-    assert [c.finish_reason for c in ask({"type": "string", "pattern": "^(x?){500}x{500}$"})] == ["length"] * 6
+
+def chain(count: int) -> dict:
+    """Definitions that each refer to the next."""
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": links | {f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+HOSTILE = [
+    ({"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(14)]}, "too much time or memory"),
+    ({"type": "string", "allOf": [{"pattern": f".*{{{i}}}x.*"} for i in range(20)]}, "too much time or memory"),
+    ({"type": "integer", "multipleOf": 999983}, "too much time or memory"),
+    (chain(3000), "bytes; at most 65,536 work"), ({"enum": [str(i) for i in range(100_000)]}, "at most 65,536 work"),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(6000)}}, "at most 65,536 work"),
+    ({"$ref": "#"}, "no answer can follow it"),
+    ({"type": "string", "propertyNames": {}}, 'Unimplemented keys: ["propertyNames"]'),
+    ({"oneOf": [{"type": "string"}, {"maxLength": 5}]}, "one value may fit several options of a oneOf; use anyOf"),
+    ({"$defs": {"d": 5}, "$ref": "#/$defs/d"}, "this schema does not work here"),
+]  # fmt: skip
+# These look hostile and are not: their answers are computed in steps that are quick.
+HARMLESS = [
+    {"type": "string", "pattern": "(a|b)*a(a|b){30}"}, {"type": "string", "pattern": "((a{1,50}){1,50}){1,50}"},
+    {"type": "string", "minLength": 10**9, "maxLength": 10**9}, {"type": "array", "minItems": 10**9},
+    {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1500)}}, chain(100),
+]  # fmt: skip
+
+
+def test_hostile_schemas(talker):
+    """They are refused in a sentence, or their answer ends; meanwhile others get theirs."""
+    with ThreadPoolExecutor(32) as pool:
+        refused = [pool.submit(ask, talker, schema) for schema, _ in HOSTILE]
+        answered = [pool.submit(ask, talker, schema) for schema in HARMLESS]
+        plain = [talker.post({"messages": HELLO, "max_tokens": 8}) for _ in range(5)]
+        assert not all(call.done() for call in refused), "they block nobody"
+        assert all(reply.status_code == 200 for reply in plain)
+        for call, (_, message) in zip(refused, HOSTILE, strict=True):
+            reply = call.result()
+            assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+        for call in answered:
+            assert call.result().json()["choices"][0]["finish_reason"] in ("stop", "length"), call.result().text
+
+
+@pytest.mark.parametrize("code", ["x = bytearray(2**31)", "import os; os.kill(os.getpid(), 11)", "while True: pass"])
+def test_the_compiler_is_a_process_with_limits(monkeypatch, tmp_path, code):
+    """Memory, a broken stack and time end it, and nothing else."""
+    source = Path(json_answers.__file__).read_text(encoding="utf-8")
+    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin.read()", code))
+    monkeypatch.setattr(json_answers, "__file__", str(tmp_path / "compiler.py"))
+    assert json_answers.check_grammar(code) == "it takes too much time or memory; make it simpler"
+
+
+def test_answers_end(talker):
+    """Without any limit in the schema; compact, as others write it, and valid by another library."""
+    schema = {"type": "object", "required": ["name", "age", "path", "more"], "properties": {
+        "name": {"type": "string"}, "age": {"type": "integer"}, "path": {"type": "string", "format": "path"},
+        "more": {"type": "array", "items": {"$ref": "#/$defs/m"}, "maxItems": 2}},
+        "$defs": {"m": {"type": ["string", "null"]}}}  # fmt: skip
+    choices = ask(talker, schema, n=20).json()["choices"]
+    texts = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert len(texts) >= 19
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii="\\u" in text) or "\\" in text
+    (choice,) = ask(talker, {"type": "integer"}, logit_bias={str(i): 50 for i in range(48, 58)}).json()["choices"]
+    assert choice["finish_reason"] == "stop" and len(choice["message"]["content"]) <= 20
+    same = {"type": "json_object", "schema": {"enum": ["one"]}}
+    answer = talker.post({"messages": HELLO, "response_format": same}).json()
+    assert answer["choices"][0]["message"]["content"] == '"one"'
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}]},
+    {"type": "string", "enum": ["x" * 200]}, {"type": "string", "minLength": 150}, {"const": 10**30},
+    {"type": "string", "pattern": "^a{150}$"}, {"type": "integer", "minimum": 10**18},
+    {"properties": {"format": {"const": "x"}, "maxLength": {"type": "string", "maxLength": 7}}},
+])  # fmt: skip
+def test_narrow_schemas_still_have_answers(schema):
+    """What has limits of its own keeps them."""
+    new = json_answers.narrow(schema, 100, '"allOf"' not in json.dumps(schema))
+    assert new == schema | ({"additionalProperties": False} if "properties" in schema else {})
+
+
+def test_grammars_beyond_limits(talker):
+    """An answer that a grammar fails ends as too long, never as complete."""
+    choices = ask(talker, {"type": "string", "pattern": "^(x?){500}x{500}$"}, n=6).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 6
 
 
 def test_json_objects(talker, writer):

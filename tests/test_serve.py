@@ -63,7 +63,7 @@ class Running:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
         # verify: else certificates are read each time, which takes as long as the answer
-        return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=30, verify=False)
+        return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=90, verify=False)
 
     def __enter__(self):
         return self
@@ -145,11 +145,13 @@ def script(running, ids):
 
 @contextlib.contextmanager
 def gate(running):
-    """The model makes a step only after gate.release()."""
+    """The model makes a step only after gate.release(); gate.arrived counts those that came up to it."""
     decoder, steps, step = running.decoder, threading.Semaphore(0), running.decoder.step
+    steps.arrived = 0
 
     def gated():
         if decoder.running:
+            steps.arrived += 1
             steps.acquire()
         return step()
 
@@ -340,7 +342,7 @@ def test_a_short_request_beside_two_large_ones(runs, overlap):
             large = [pool.submit(running.chat, **body, seed=seed) for seed in (1, 2)]
             until(lambda: running.worker.waiting() == 124)
             steps.release(2)  # answers are under way
-            until(lambda: steps._value == 0)
+            until(lambda: steps.arrived == 3)
             short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=1, temperature=0)
             until(lambda: any(len(ask.sequences) == 1 for ask in list(running.worker.queue)))
             steps.release(1)  # a step that was under way when its request came
@@ -600,10 +602,10 @@ def test_stop_strings_over_http(talker):
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
-        ({"max_tokens": 513}, "max_tokens must be 1 to 512, found 513"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, or -1 for as many as fit, found 0"),
+        ({"tools": [{"type": "function"}]}, 'tools is not supported by this server, found [{"type": "function"}]; ask'),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
-        ({"tools": [{"type": "function"}]}, "tools: Leave it out, as this server does not support it"),
         ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
          "response_format: this schema does not work here (Invalid type: king)"),
@@ -668,9 +670,13 @@ def test_bad_bodies(talker):
     for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/", 404), ("POST", "/health", 405)):
         reply = httpx2.request(method, talker.url + path)
         assert reply.status_code == status and path in reply.json()["error"]["message"]
+    reply = httpx2.post(talker.url + "/chat/completions", json={}).json()["error"]["message"]
+    assert reply == "POST /chat/completions: Not Found; the base URL of the API ends with /v1"
     neutral = {"user": "me", "tools": [], "logprobs": False, "presence_penalty": 0, "n": None, "stop": None,
                "metadata": {"a": "b"}, "response_format": {"type": "text"}, "chat_template_kwargs": {"x": True},
-               "cache_prompt": True, "parallel_tool_calls": False, "id_slot": -1, "repeat_penalty": 1.1}  # fmt: skip
+               "cache_prompt": True, "parallel_tool_calls": False, "id_slot": -1, "repeat_penalty": 1.0,
+               "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False, "best_of": 1, "stop_token_ids": [],
+               "tool_choice": "none", "guided_json": None}  # fmt: skip
     assert talker.post({"messages": HELLO, "max_tokens": 1, **neutral}).status_code == 200
 
 
@@ -689,12 +695,67 @@ def test_other_origins_are_refused(talker, runs):
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
     reply = httpx2.get(talker.url, headers={"Host": "evil.example"})
     assert reply.status_code == 403 and 'know "evil.example" of the Host header' in reply.json()["error"]["message"]
-    gate = serve.Gate(None, {"chat.example"}, None, set(), None)
+    gate = serve.Gate(None, {"chat.example"}, [], None, set(), None)
     headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
     assert gate.check(headers, "/v1/models") is None, "behind a proxy that speaks TLS"
 
 
+@pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
+@pytest.mark.parametrize("name", sorted(protocol.UNSUPPORTED | protocol.TOOLS))
+def test_fields_that_would_change_the_answer(name, value):
+    """A field of other servers is never ignored if it asks for another answer."""
+    with pytest.raises(protocol.APIError, match=f"^{name} is not supported by this server") as caught:
+        protocol.read_fields(protocol.ChatFields, json.dumps({"messages": HELLO, name: value}).encode())
+    assert caught.value.status == 400 and caught.value.param == name
+
+
+def test_max_tokens_beyond_the_context(talker, writer):
+    """It is cut, and -1 means as many as fit."""
+    prompt = [1] * 500
+    texts = [writer.text(model="writer", prompt=prompt, max_tokens=most, temperature=0).choices[0].text
+             for most in (13, 513, 10**9, -1)]  # fmt: skip
+    assert len(set(texts)) == 1
+    ask = {"model": "talker", "messages": HELLO, "temperature": 0}
+    texts = {talker.chat(**ask, **most).choices[0].message.content
+             for most in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 3})}  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_web_pages_that_are_allowed(runs):
+    """A browser asks first, and may read the answer, errors too; other pages are told how."""
+    with Running(runs[True], "--rows", "1", "--api-key", "k", "--allow-origin", "http://a.example:3000/") as running:
+        page = {"Origin": "http://a.example:3000"}
+        ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        url = f"{running.url}/v1/chat/completions"
+        assert httpx2.options(url, headers=page | ask).status_code == 200
+        assert httpx2.options(url, headers={"Origin": "http://b.example"} | ask).status_code == 400
+        for key, status in (("Bearer k", 200), ("Bearer x", 401)):
+            reply = running.post({"messages": HELLO, "max_tokens": 1}, Authorization=key, **page)
+            assert reply.status_code == status
+            assert reply.headers["access-control-allow-origin"] == page["Origin"]
+        reply = running.post({"messages": HELLO}, Authorization="Bearer k", Origin="http://b.example")
+        assert reply.status_code == 403 and "--allow-origin URL" in reply.json()["error"]["message"]
+
+
 # ---- load, leaving, failures
+
+
+@pytest.mark.parametrize("what", ["evict", "schedule"])
+def test_a_dead_model_thread(runs, what, capfd):
+    """Whatever fails outside of the model: requests under way and later ones get 503 at once, and it ends cleanly."""
+    with Running(runs[True], "--rows", "2") as running, ThreadPoolExecutor(1) as pool:
+        with gate(running) as steps:
+            under_way = pool.submit(running.post, {"messages": HELLO, "max_tokens": 50, "n": 2})
+            until(lambda: len(running.worker.sequences) == 2)
+            with mock.patch.object(running.worker, what, side_effect=SystemError):
+                [*running.worker.sequences.values()][0].reason = "stop"  # so that it is evicted
+                steps.release(100)
+                until(lambda: not running.worker.is_alive())
+        for reply in (under_way.result(), running.post({"messages": HELLO})):
+            assert reply.status_code == 503 and "start the server again" in reply.json()["error"]["message"]
+        health = httpx2.get(f"{running.url}/health")
+        assert health.status_code == 503 and health.json()["status"] == "failing"
+    assert "SystemError" in capfd.readouterr().err
 
 
 def test_a_full_queue(lonely):
@@ -781,7 +842,7 @@ def test_failures_are_told_and_survived(talker, capfd):
 def test_nothing_is_left_of_requests(talker):
     """After answers, streams, errors and clients that left, no object of a request is alive."""
     for i in range(30):
-        talker.post({"messages": HELLO, "max_tokens": 3 if i % 5 else 10**9, "stream": i % 2 == 0})
+        talker.post({"messages": HELLO, "max_tokens": 3 if i % 5 else -5, "stream": i % 2 == 0})
     with talker.chat(model="talker", messages=HELLO, stream=True) as stream:
         next(iter(stream))
     kinds = (protocol.Sequence, protocol.Request, protocol.Detokenizer, protocol.APIError, engine.Completion)

@@ -116,6 +116,9 @@ def choose_device(name: str) -> torch.device:
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
+    if not script.checkpoints(run_dir):
+        wanted = "train it with --resume until it saves one (--save-every), or name another run"
+        raise RunError(f"{run_dir} has no checkpoint yet; {wanted}")
     if step is None:
         folder = newest_checkpoint(script, run_dir, needed)
     else:
@@ -816,27 +819,41 @@ class Decoder:
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
-        masked = any(c.mask for c in self.running.values())  # a mask depends on the ids before it
-        if self.overlap and not masked:
-            self.pending = self.launch_after(pending)
-        return self.finish(pending)
+        following = self.rows_after(pending) if self.overlap else {}
+        if not following:
+            return self.finish(pending)
+        if not self.kind.masks:
+            self.pending = self.launch(following)
+            return self.finish(pending)
 
-    def launch_after(self, pending: PendingStep) -> PendingStep | None:
-        """Launches the next step of all rows but those whose last token is pending."""
+        # A mask needs the ids that are read now, so only the logits are computed meanwhile.
+        self.run("logits", self.keep_logits)
+        outputs = self.finish(pending)
+        following = {row: c for row, c in following.items() if not c.reason}
+        if following:
+            self.pending = self.launch(following, self.state.logits)
+        return outputs
+
+    def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
+        """The completions of the next step: all but those whose last token is pending."""
         completions = dict(self.running)
         for row, completion in pending.completions.items():
             if len(completion.tokens) + 1 >= completion.max_tokens:
                 self.state.positions[row] = -1
                 del completions[row]
-        return self.launch(completions) if completions else None
+        return completions
 
-    def launch(self, completions: dict[int, Completion]) -> PendingStep:
-        """Starts a step. What it samples goes in with the next one, except where a tool speaks."""
-        masks = {row: c.mask(c.tokens) for row, c in completions.items() if c.mask}
-        if self.step_graphs and not masks:
-            logits = self.step_graphs.run(self.kind, self.compute_step, self.kind)
+    def run(self, key, work: Callable, *arguments):
+        """As Graphs.run, where there are graphs."""
+        return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
+
+    def launch(self, completions: dict[int, Completion], logits: Tensor | None = None) -> PendingStep:
+        """Starts a step, or the rest of it from logits. Its ids go in with the next one, except where a tool speaks."""
+        self.state.set_masks(completions)
+        if logits is None:
+            logits = self.run(self.kind, self.compute_step, self.kind)
         else:
-            logits = self.compute_step(self.kind, masks)
+            self.run(("sample", self.kind), self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
         logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
 
@@ -846,20 +863,27 @@ class Decoder:
         done = torch.cuda.current_stream().record_event() if cuda else None
         return PendingStep(dict(completions), sampled, done, logprobs)
 
-    def compute_step(self, kind: StepKind, masks: dict[int, Tensor] | None = None) -> Tensor:
+    def compute_step(self, kind: StepKind) -> Tensor:
         """The work of a step, from and to the tensors of RowState, in which it may be a graph.
 
-        Args:    masks by row, bool (V,): which ids may come
         Returns: logits (B, V), before masks and processors
         """
-        state = self.state
-        inputs = (state.tokens, state.previous, state.positions)
+        logits = self.compute_logits()
+        self.sample_step(kind, logits)
+        return logits
+
+    def compute_logits(self) -> Tensor:
+        inputs = (self.state.tokens, self.state.previous, self.state.positions)
         logits = self.decode(self.model, self.decode_cache, *inputs, self.layer_weights)
-        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-        allowed = logits.clone() if masks else logits
-        for row, mask in (masks or {}).items():
-            allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
-        sampled = self.next_tokens(allowed, kind)
+        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+
+    def keep_logits(self) -> None:
+        self.state.logits.copy_(self.compute_logits())
+
+    def sample_step(self, kind: StepKind, logits: Tensor) -> None:
+        """The part of a step after its logits (B, V)."""
+        state = self.state
+        sampled = self.next_tokens(logits, kind)
 
         # The largest of numbers with NaN among them is NaN, so NaN is what was sampled.
         broken = logits.gather(1, sampled[:, None])[:, 0].isnan()
@@ -867,11 +891,12 @@ class Decoder:
         state.previous.copy_(state.tokens)
         state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
-        return logits
 
     def next_tokens(self, logits_BV: Tensor, kind: StepKind) -> Tensor:
         """The next id of each row, (B,): the one place where logits become ids."""
         state = self.state
+        if kind.masks:
+            logits_BV = logits_BV.masked_fill(state.forbidden, -math.inf)
         if kind.num_sorted == GREEDY:
             return logits_BV.argmax(-1)
         min_p = None
@@ -930,12 +955,14 @@ class StepKind(NamedTuple):
 
     num_sorted: int  # of SORT_SIZES, or the whole vocabulary
     processors: bool  # logits processors, for any row
+    masks: bool  # for any row
 
 
 def step_kind(completions, vocab_size: int) -> StepKind:
     needed = max((c.num_sorted(vocab_size) for c in completions), default=GREEDY)
     enough = [size for size in SORT_SIZES if size >= needed]
-    return StepKind(min([*enough, vocab_size]), any(c.has_processors() for c in completions))
+    processors = any(c.has_processors() for c in completions)
+    return StepKind(min([*enough, vocab_size]), processors, any(c.mask for c in completions))
 
 
 class RowState:
@@ -961,6 +988,8 @@ class RowState:
         # (B, V): how often each id is in the answer of a row, and what is added to its logit.
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_rows, vocab_size, device=device)
+        self.forbidden = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)  # by a mask
+        self.logits = torch.zeros(num_rows, vocab_size, device=device)  # computed ahead of their masks
 
     def set_rows(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each sequence goes in with the next step."""
@@ -985,6 +1014,7 @@ class RowState:
             tensor = getattr(self, name)
             tensor[rows] = column.to(tensor.dtype)
         self.bias[rows] = 0
+        self.forbidden[rows] = False
         for row, completion in completions.items():
             if completion.has_processors():
                 self.set_processors(row, completion)
@@ -1000,6 +1030,14 @@ class RowState:
         counts = answer.bincount(minlength=self.counts.size(1))
         counts[completion.last_token()] -= 1
         self.counts[row] = to_device(counts, self.counts.device)
+
+    def set_masks(self, completions: dict[int, Completion]) -> None:
+        """Sets which ids may not come next, in the rows that have a mask."""
+        masks = {row: c.mask(c.tokens) for row, c in completions.items() if c.mask}
+        if masks:
+            allowed = torch.stack([torch.frombuffer(mask, dtype=torch.uint8) for mask in masks.values()])
+            device = self.forbidden.device
+            self.forbidden[to_device(list(masks), device)] = to_device(allowed == 0, device)
 
     def process_logits(self, logits_BV: Tensor) -> Tensor:
         """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from lib import chat_format, engine
-from lib.json_answers import Mask
+from lib import chat_format, engine, json_answers
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -187,17 +186,13 @@ def joined(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
-def unsupported(value: Any) -> None:
-    if value:
-        raise PydanticCustomError("unsupported", "Leave it out, as this server does not support it")
-
-
 class JsonSchema(BaseModel, strict=True):
     given: dict = Field(alias="schema")
 
 
 class PlainFormat(BaseModel, strict=True):
     type: Literal["text", "json_object"] = "text"
+    given: dict = Field(json_answers.ANY_OBJECT, alias="schema")  # as llama.cpp has it, of a json_object
 
 
 class SchemaFormat(BaseModel, strict=True):
@@ -210,7 +205,11 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON are
-Unsupported = Annotated[Any, BeforeValidator(unsupported)]  # it would change the answer
+# Fields of other servers that would change an answer, with their values that change nothing.
+UNSUPPORTED = dict.fromkeys(("suffix", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ())
+UNSUPPORTED |= dict.fromkeys(("grammar", "structured_outputs", "json_schema", "min_tokens", "ignore_eos"), ())
+UNSUPPORTED |= {"stop_token_ids": (), "repetition_penalty": (1,), "repeat_penalty": (1,), "best_of": (1,)}
+TOOLS = {"tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto")}
 
 
 class Message(BaseModel, strict=True):
@@ -234,17 +233,14 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: dict = {}
-    tools: Unsupported = None
-    functions: Unsupported = None
-    suffix: Unsupported = None
     response_format: AnyFormat = PlainFormat()
 
 
 class ChatFields(AnswerFields):
     source: ClassVar = "messages"  # the field with the prompt
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int = -1  # as many as fit
+    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
 
@@ -252,7 +248,7 @@ class ChatFields(AnswerFields):
 class TextFields(AnswerFields):
     source: ClassVar = "prompt"
     prompt: Annotated[list[str | Ids], Field(min_length=1), BeforeValidator(as_list)]
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: int = 16
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -273,6 +269,7 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
         if isinstance(body, dict):  # null is as good as none
             body = {name: value for name, value in body.items() if value is not None}
+            check_supported(body)
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -281,6 +278,15 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     where = ".".join(map(str, first["loc"]))
     found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
     raise APIError(400, f"{where or 'the request'}: {first['msg']}{found}", where)
+
+
+def check_supported(body: dict) -> None:
+    """Raises: APIError, about a field that would change the answer and that this server lacks"""
+    for name, value in body.items():
+        neutral = (UNSUPPORTED | TOOLS).get(name)
+        if neutral is not None and value and value not in neutral:
+            advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
+            raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
 
 
 def shorten(value: Any) -> str:
@@ -307,22 +313,23 @@ class Protocol:
     def prepare_chat(self, data: bytes) -> Request:
         """Checks a request for the next answer of a conversation. Raises: APIError"""
         fields = read_fields(ChatFields, data)
-        most = fields.max_completion_tokens or fields.max_tokens or self.limit
+        if fields.max_completion_tokens is not None:
+            fields.max_tokens = fields.max_completion_tokens
         logprobs = fields.top_logprobs if fields.logprobs else None
-        return self.make_request(fields, [self.render(fields.messages)], most, logprobs)
+        return self.make_request(fields, [self.render(fields.messages)], logprobs)
 
     def prepare_texts(self, data: bytes) -> Request:
         """Checks a request for the continuation of texts. Raises: APIError"""
         fields = read_fields(TextFields, data)
         prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
-        request = self.make_request(fields, prompts, fields.max_tokens, fields.logprobs, fields.echo)
+        request = self.make_request(fields, prompts, fields.logprobs, fields.echo)
         for sequence in request.sequences if fields.echo else ():
             shown = [id for id in sequence.completion.prompt if id not in self.marks]
             sequence.deltas.append(("text", self.tokenizer.decode(shown)))
         return request
 
-    def make_request(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Request:
-        """The answers to some prompts, of up to `most` tokens each. Raises: APIError"""
+    def make_request(self, fields: AnswerFields, prompts, logprobs, echo: bool = False) -> Request:
+        """The answers to some prompts. Raises: APIError"""
         count = fields.n * len(prompts)
         if fields.model not in ("", self.name):
             wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
@@ -330,12 +337,13 @@ class Protocol:
         if count > self.most_choices:
             raise APIError(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
         least = 0 if echo else 1  # with echo, none is the prompt alone
-        if not least <= most <= self.limit:
-            raise APIError(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
+        if fields.max_tokens < least and fields.max_tokens != -1:
+            wrong = f"max_tokens must be at least {least}, or -1 for as many as fit, found {fields.max_tokens:,}"
+            raise APIError(400, wrong, "max_tokens")
+        fields.max_tokens = min(fields.max_tokens, self.limit) if fields.max_tokens >= 0 else self.limit
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
         sequences = []
-        mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
                 wrong = f"the context of this model is {self.limit:,} tokens but the prompt has {len(prompt):,}"
@@ -343,10 +351,9 @@ class Protocol:
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
-                    max_tokens=min(max(most, 1), self.limit + 1 - len(prompt)),
+                    max_tokens=min(max(fields.max_tokens, 1), self.limit + 1 - len(prompt)),
                     stop=self.stops,
-                    tools=self.chat and mask is None,
-                    mask=mask and mask.copy(),
+                    tools=self.chat and fields.response_format.type == "text",
                     seed=fields.seed + len(sequences) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
@@ -354,19 +361,20 @@ class Protocol:
                     **sampling,
                 )
                 detokenizer = Detokenizer(self.tokenizer, tuple(fields.stop))
-                sequences.append(Sequence(len(sequences), completion, detokenizer, silent=most == 0))
+                sequences.append(Sequence(len(sequences), completion, detokenizer, silent=fields.max_tokens == 0))
         return Request(sequences, fields, logprobs)
 
-    def mask(self, wanted: AnyFormat) -> Mask | None:
-        """Which ids an answer may hold, if it must be JSON. Raises: APIError"""
-        if wanted.type == "text":
-            return None
-        schema = {"type": "object"} if wanted.type == "json_object" else wanted.json_schema.given
+    def set_masks(self, request: Request) -> None:
+        """Sets which ids the answers may hold, as they must be JSON; this can take seconds. Raises: APIError"""
+        wanted = request.fields.response_format
+        schema = wanted.json_schema.given if wanted.type == "json_schema" else wanted.given
         try:
-            return Mask.of(schema, self.vocabulary)
+            mask = json_answers.Mask.of(schema, self.vocabulary, longest=request.fields.max_tokens)
         except ValueError as error:
             wrong = f"response_format: this schema does not work here ({error})"
             raise APIError(400, wrong, "response_format") from None
+        for sequence in request.sequences:
+            sequence.completion.mask = mask.copy()
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         largest = self.tokenizer.vocab_size - 1
