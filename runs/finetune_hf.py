@@ -136,10 +136,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import train_small as script
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # ---- training
 
