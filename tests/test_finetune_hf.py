@@ -248,18 +248,15 @@ def test_templates_by_hand():
         assert tokenizer.decode([token for token, _ in pairs]).startswith(start + text)
 
 
-def test_lora_keeps_the_type_of_what_it_freezes(folder, tmp_path, capsys):
-    """A base in bf16 stays so, its adapters are fp32; the sample needs no second model."""
+def test_lora_keeps_the_type_of_what_it_freezes(folder, tmp_path, monkeypatch):
+    """A base in bf16 stays so, its adapters are fp32."""
     random_model(MODELS["qwen"]).bfloat16().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    config = one_config(model_name=str(tmp_path / "model"), lora_rank=2, sequence_length=64)
-    ft.start_ranks()
-    model = ft.build_model(config, ft.load_description(config), torch.device("cpu"))
-    torch.distributed.destroy_process_group()
-    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
-    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    seen = []
+    monkeypatch.setattr(ft, "finish", lambda run: seen.extend(run.model.parameters()))
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
-    assert run(capsys, *words, "--lora-rank", 2, "--steps", 2)["steps"] == 2
+    assert call([*words, "--lora-rank", 2, "--steps", 2]) == 0
+    assert {(p.requires_grad, p.dtype) for p in seen} == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_texts_end_with_the_end_of_text():
@@ -388,13 +385,6 @@ def test_models_that_mix_documents_are_refused(folder, tmp_path, capsys, name):
     byte_tokenizer().save_pretrained(tmp_path / "model")
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
     assert f"{name} models mix the documents of a pack" in refused(capsys, *words)
-
-
-def test_matrices():
-    """Of Qwen's shape here: q and o 32 x 32, k and v 16 x 32, three of the MLP; the head is none if it is tied."""
-    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
-    assert sum(p.numel() for p in ft.matrices(random_model(MODELS["qwen"]))) == 2 * layer
-    assert sum(p.numel() for p in ft.matrices(random_model(MODELS["llama"]))) == 2 * layer + 272 * 32
 
 
 def test_liger_gives_the_loss_alone(monkeypatch):
