@@ -668,7 +668,7 @@ def export(run: Run) -> None:
         hf.config.dtype = dtype
         labels = run.train.rows[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
-        if last in run.tokenizer.all_special_ids:
+        if last in run.tokenizer.added_tokens_decoder:
             hf.generation_config.eos_token_id = last
             run.tokenizer.eos_token = run.tokenizer.convert_ids_to_tokens(last)
         state = {name: tensor.to(dtype) for name, tensor in state.items()}

@@ -230,22 +230,20 @@ def test_a_row_without_text_is_named(folder, tmp_path, capsys):
     assert "column text has a row that is no text" in error and error.endswith("drop such rows")
 
 
-def test_templates_by_hand():
+@pytest.mark.parametrize(("name", "turn", "end", "answer"), [
+    ("qwen", "<|im_start|>{}\n", "<|im_end|>", "<think>\nHm\n</think>\n\nYes."),
+    ("llama3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "Yes."),
+])  # fmt: skip
+def test_templates_by_hand(name, turn, end, answer):
     """Of Qwen3 with thoughts, and of Llama 3: what is counted ends each turn."""
-    llama = (ROOT / "runs/lib/chat_template_llama3.jinja").read_text()
-    turns = [{"role": "user", "content": " Hi"}, {"role": "assistant", "content": "Yes. ", "reasoning_content": "Hm"}]
-    for template, start, text in (
-        (TEMPLATE.read_text(), "<|im_start|>user\n Hi<|im_end|>\n<|im_start|>assistant\n",
-         "<think>\nHm\n</think>\n\nYes. <|im_end|>"),
-        (llama, "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant"
-         "<|end_header_id|>\n\n", "Yes.<|eot_id|>"),
-    ):  # fmt: skip
-        tokenizer = byte_tokenizer(template)
-        tokenizer.bos_token = ""
-        batch = ft.tokenize_chats({"messages": [turns]}, tokenizer, "messages")
-        pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
-        assert tokenizer.decode([token for token, flag in pairs if flag]) == text
-        assert tokenizer.decode([token for token, _ in pairs]).startswith(start + text)
+    tokenizer = byte_tokenizer((ROOT / f"runs/lib/chat_template_{name}.jinja").read_text())
+    tokenizer.bos_token = ""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm"}]
+    batch = ft.tokenize_chats({"messages": [turns]}, tokenizer, "messages")
+    pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
+    assert tokenizer.decode([token for token, flag in pairs if flag]) == answer + end
+    text = tokenizer.decode([token for token, _ in pairs]).replace("\n" + turn[:12], turn[:12]).strip()
+    assert text == turn.format("user") + "Hi" + end + turn.format("assistant") + answer + end
 
 
 def test_lora_keeps_the_type_of_what_it_freezes(folder, tmp_path, monkeypatch):
@@ -518,12 +516,6 @@ def test_chat_talks_to_it(reference):
     assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
-def damaged(content: bytes, way: str) -> bytes:
-    middle = len(content) // 2
-    changed = {"cut": content[:-100], "flip": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]}
-    return changed[way] if way in changed else content[:-4096] + bytes(4096)
-
-
 def test_no_damaged_state_is_used(reference, tmp_path):
     """Single bits of state.json, and cuts."""
     content = (reference / "checkpoints/step_000006/state.json").read_bytes()
@@ -536,9 +528,11 @@ def test_no_damaged_state_is_used(reference, tmp_path):
         assert not ft.newest_whole(tmp_path), other
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage"), [("reference", ""), ("reference", "cut"), ("reference", "flip"), ("lora", "zeros")]
-)
+@pytest.mark.parametrize(("kind", "damage"), [
+    ("reference", None), ("reference", lambda content: content[:-100]),
+    ("reference", lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]),
+    ("lora", lambda content: content[:-4096] + bytes(4096)),
+])  # fmt: skip
 def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
     """From step 3, whether the checkpoint of step 6 is gone or damaged."""
     reference = request.getfixturevalue(kind)
@@ -547,7 +541,7 @@ def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
     last = run_dir / "checkpoints/step_000006"
     if damage:
         file = next(last.glob("*.safetensors"))
-        file.write_bytes(damaged(file.read_bytes(), damage))
+        file.write_bytes(damage(file.read_bytes()))
     else:
         shutil.rmtree(last)
     shutil.rmtree(run_dir / "model")
