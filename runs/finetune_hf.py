@@ -54,7 +54,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import train_small as script
+import train_small
 
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
@@ -604,9 +604,9 @@ def save(run: Run) -> None:
     if dist.get_rank() == 0:
         files = sorted(unfinished.iterdir())
         with ThreadPoolExecutor() as pool:
-            hashes = dict(zip([file.name for file in files], pool.map(script.file_sha256, files), strict=True))
+            hashes = dict(zip([file.name for file in files], pool.map(train_small.file_sha256, files), strict=True))
         state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
-        script.write_atomically(unfinished / "state.json", script.seal(state))
+        train_small.write_atomically(unfinished / "state.json", train_small.seal(state))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
@@ -615,20 +615,20 @@ def save(run: Run) -> None:
 
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
     """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
-    for checkpoint in reversed(script.checkpoints(folder)):
+    for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
-            return checkpoint, script.check_checkpoint(checkpoint, script.read_state(checkpoint)["files"])
-        except (script.UserError, OSError, ValueError) as error:
+            return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
+        except (train_small.UserError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
-    losses = dict.fromkeys(script.checkpoints(folder), math.inf)
+    losses = dict.fromkeys(train_small.checkpoints(folder), math.inf)
     for checkpoint in losses:
         with contextlib.suppress(OSError, ValueError):  # a damaged one has none
-            losses[checkpoint] = script.read_state(checkpoint)["progress"]["val_loss"]
+            losses[checkpoint] = train_small.read_state(checkpoint)["progress"]["val_loss"]
     best = min(losses, key=losses.get)
     for checkpoint in list(losses)[:-keep]:
         if checkpoint != best:
@@ -772,7 +772,7 @@ def all_sum(value: float) -> float:
 def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
-    if not config.resume and (script.checkpoints(folder) or (folder / "model").exists()):
+    if not config.resume and (train_small.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:

@@ -659,11 +659,12 @@ def test_newest_and_best_are_kept(tmp_path):
     for step, loss in losses.items():
         path = tmp_path / f"checkpoints/step_{step:06d}"
         path.mkdir(parents=True)
-        (path / "state.json").write_bytes(ft.script.seal({"progress": {"step": step, "val_loss": loss}, "files": {}}))
+        state = {"progress": {"step": step, "val_loss": loss}, "files": {}}
+        (path / "state.json").write_bytes(ft.train_small.seal(state))
     (tmp_path / "checkpoints/step_000011.tmp").mkdir()
     (tmp_path / "checkpoints/step_000011.tmp/state.json").write_text("{")
     ft.prune(tmp_path, 2)
-    assert [path.name for path in ft.script.checkpoints(tmp_path)] == ["step_000002", "step_000004", "step_000010"]
+    assert [path.name for path in ft.train_small.checkpoints(tmp_path)] == ["step_000002", "step_000004", "step_000010"]
 
 
 # ---- settings and errors
