@@ -67,11 +67,12 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from lib import export_portable
-from lib.export_portable import CHAT_TEMPLATE, Vocabulary
+from lib.export_portable import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
+CHAT_TEMPLATE = LIB / "export_chat.jinja"
 CARD = LIB / "export_card.md"
 
 # ---- the model
@@ -339,17 +340,19 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
     end = ASSISTANT_END if is_chat else bos
-    pad = export_portable.PAD if end == bos and export_portable.PAD in specials else bos
+    # Padding is never the end: a collator would not teach it. The loss never counts <|output_end|>.
+    pad = "<|output_end|>" if end == bos and "<|output_end|>" in specials else bos
     template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
     return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the repository, the GGUF file, or both, and sends it if asked to. Raises: RunError, OSError"""
+    """Writes the repository, the GGUF file, or both. Raises: RunError, OSError"""
     if any(args.run_dir.glob("*.safetensors")):
         if args.out:
             raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
-        return write_gguf(args, *export_portable.read_folder(args.run_dir))
+        content = export_portable.read_folder(args.run_dir)
+        return export_portable.write_gguf(args.gguf, args.type, vars(args), *content)
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     if not all(value.isfinite().all() for value in run.model.parameters()):
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
@@ -359,7 +362,7 @@ def export(args: argparse.Namespace) -> None:
 
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
     if args.gguf:
-        write_gguf(args, fields, tensors, vocabulary)
+        export_portable.write_gguf(args.gguf, args.type, vars(args), fields, tensors, vocabulary)
     if args.out:
         card = model_card(args, fields, parameters, run.step, vocabulary.bos)
         write_folder(args, fields, tensors, vocabulary, card)
@@ -368,21 +371,10 @@ def export(args: argparse.Namespace) -> None:
         print(f"wrote {args.out}: {about}, {'chat' if is_chat else 'base'} model")
 
 
-def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocabulary) -> None:
-    """The GGUF file, and on the screen how to run it."""
-    export_portable.write_gguf(args.gguf, args.type, vars(args), fields, tensors, vocabulary)
-    is_chat = vocabulary.end != vocabulary.bos
-    size = args.gguf.stat().st_size / 1e6
-    print(f"wrote {args.gguf}: {args.type}, {size:.1f} MB, {'chat' if is_chat else 'base'} model")
-    print(export_portable.how_to_run(args.gguf, fields["max_position_embeddings"], is_chat))
-
-
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
     """The repository. The weights come last, so that an unfinished folder does not load."""
-    bos_id = vocabulary.specials[vocabulary.bos]
-    end_id = vocabulary.specials[vocabulary.end]
-    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id})}
-    ids["pad_token_id"] = vocabulary.specials[vocabulary.pad]
+    bos, end, pad = (vocabulary.specials[text] for text in (vocabulary.bos, vocabulary.end, vocabulary.pad))
+    ids = {"bos_token_id": bos, "eos_token_id": sorted({bos, end}), "pad_token_id": pad}
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")

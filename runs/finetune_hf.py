@@ -136,7 +136,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import train_small as script
+import train_small
 
 # ---- training
 
@@ -353,8 +353,7 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     """Tokens of all rows, then packs of them; both come from the cache where it has them."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
     with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
-        identity = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
-    identity += [tokenizer.chat_template, column]
+        identity = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template, column]
     arguments = {"tokenizer": tokenizer, "column": column}
     tokenized = cached_map(config, rows, function, arguments, identity)
 
@@ -597,18 +596,13 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def matrices(model: nn.Module) -> list[Tensor]:
-    """Weights of two dimensions, without embeddings. A head that is tied to the embedding is one of those."""
-    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return [p for p in model.parameters() if p.ndim > 1 and id(p) not in lookups]
-
-
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW, decay on matrices alone. Moments start at zero, so that they can be loaded."""
     trained = [*trainable(model).values()]
-    known = {*matrices(model)}
-    decayed = {"params": [p for p in trained if p in known], "weight_decay": config.weight_decay}
-    others = {"params": [p for p in trained if p not in known], "weight_decay": 0.0}
+    lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head is among them
+    matrices = {p for p in trained if p.ndim > 1} - lookups
+    decayed = {"params": [p for p in trained if p in matrices], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in trained if p not in matrices], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([decayed, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
     for parameter in trained:
         state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -644,9 +638,9 @@ def save(run: Run) -> None:
     if dist.get_rank() == 0:
         files = sorted(unfinished.iterdir())
         with ThreadPoolExecutor() as pool:
-            hashes = dict(zip([file.name for file in files], pool.map(script.file_sha256, files), strict=True))
+            hashes = dict(zip([file.name for file in files], pool.map(train_small.file_sha256, files), strict=True))
         state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
-        script.write_atomically(unfinished / "state.json", script.seal(state))
+        train_small.write_atomically(unfinished / "state.json", train_small.seal(state))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
@@ -655,20 +649,20 @@ def save(run: Run) -> None:
 
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
     """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
-    for checkpoint in reversed(script.checkpoints(folder)):
+    for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
-            return checkpoint, script.check_checkpoint(checkpoint, script.read_state(checkpoint)["files"])
-        except (script.UserError, OSError, ValueError) as error:
+            return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
+        except (train_small.UserError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
-    losses = dict.fromkeys(script.checkpoints(folder), math.inf)
+    losses = dict.fromkeys(train_small.checkpoints(folder), math.inf)
     for checkpoint in losses:
         with contextlib.suppress(OSError, ValueError):  # a damaged one has none
-            losses[checkpoint] = script.read_state(checkpoint)["progress"]["val_loss"]
+            losses[checkpoint] = train_small.read_state(checkpoint)["progress"]["val_loss"]
     best = min(losses, key=losses.get)
     for checkpoint in list(losses)[:-keep]:
         if checkpoint != best:
@@ -708,8 +702,9 @@ def export(run: Run) -> None:
         hf.config.dtype = dtype
         labels = run.train.rows[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
-        if last in run.tokenizer.all_special_ids:
+        if last in run.tokenizer.added_tokens_decoder:
             hf.generation_config.eos_token_id = last
+            run.tokenizer.eos_token = run.tokenizer.convert_ids_to_tokens(last)
         state = {name: tensor.to(dtype) for name, tensor in state.items()}
         hf.save_pretrained(run.config.run_dir / "model", state_dict=state)
         run.tokenizer.save_pretrained(run.config.run_dir / "model")
@@ -758,13 +753,11 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     tokens = run.train.total("tokens", rows)
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
-    entry["lr"] = run.optimizer.param_groups[0]["lr"]
-    entry["tokens_per_second"] = tokens / seconds
+    entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / seconds, "eta_seconds": eta}
     parts = [f"loss {loss:.4f}", f"norm {norm:.2f}", f"{tokens / seconds:,.0f} tokens/s"]
     if torch.cuda.is_available():
         entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
         parts.append(f"{entry['memory_gib']:.1f} GiB")
-    entry["eta_seconds"] = eta
     parts.append(f"{timedelta(seconds=round(eta))} left")
     write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
 
@@ -775,8 +768,7 @@ def finish(run: Run) -> dict:
     folder = run.config.run_dir
     sample = sample_text(run)
     steps = [entry for entry in report.read_log(folder) if "loss" in entry]
-    result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
-    result["loss"] = steps[-1]["loss"]
+    result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder), "loss": steps[-1]["loss"]}
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
     if "memory_gib" in steps[-1]:
         result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
@@ -814,7 +806,7 @@ def all_sum(value: float) -> float:
 def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
-    if not config.resume and (script.checkpoints(folder) or (folder / "model").exists()):
+    if not config.resume and (train_small.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:

@@ -26,8 +26,6 @@ EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
 # Split patterns that llama.cpp knows, and what it calls them.
 LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
-CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
-PAD = "<|output_end|>"  # pads where the token that ends a text is its first one too: the loss never counts this one
 
 
 # ---- the model
@@ -155,11 +153,9 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
 
     Raises: RunError if it is another model, OSError
     """
-    files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
     try:
-        fields, generation, settings, content = (
-            json.loads((folder / name).read_text(encoding="utf-8")) for name in files
-        )
+        fields, settings, content = (json.loads((folder / name).read_text(encoding="utf-8")) for name in files)
         split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         if fields["architectures"] != ["Qwen3ForCausalLM"]:
             raise ValueError(f"its architecture is {fields['architectures']}")
@@ -171,18 +167,14 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     specials = {token["content"]: token["id"] for token in content["added_tokens"]}
-    bos = settings["bos_token"]
-    ids = generation.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    ends = [text for text, i in specials.items() if i in ids and text != bos]
+    marks = [settings[f"{name}_token"] for name in ("bos", "eos", "pad")]
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template", "")
-    end = ends[0] if ends else settings["eos_token"]
-    return fields, tensors, Vocabulary(content, split, specials, bos, end, settings["pad_token"], template)
+    return fields, tensors, Vocabulary(content, split, specials, *marks, template)
 
 
 def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, vocabulary: Vocabulary) -> None:
-    """Writes a new GGUF file, whole or not at all.
+    """Writes a new GGUF file, whole or not at all, and says how to run it.
 
     Args:   kind one of TYPES; about with name and license, for people; fields of config.json;
             tensors by the names of Qwen3ForCausalLM
@@ -225,6 +217,9 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+    is_chat = vocabulary.end != vocabulary.bos
+    print(f"wrote {path}: {kind}, {path.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
+    print(how_to_run(path, fields["max_position_embeddings"], is_chat))
 
 
 def add_shape(writer, fields: dict) -> None:
@@ -277,7 +272,6 @@ With ollama, from this Modelfile:
 FROM ./{file}
 PARAMETER num_ctx {context}
 """
-MODELFILE = "TEMPLATE {{ .Prompt }}"
 CHAT_MODELFILE = '''\
 PARAMETER stop <|assistant_end|>
 TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
@@ -288,5 +282,5 @@ TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
 def how_to_run(path: Path, context: int, is_chat: bool) -> str:
     """Commands for llama.cpp, and a Modelfile for ollama."""
     prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
-    modelfile = CHAT_MODELFILE if is_chat else MODELFILE
+    modelfile = CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}"
     return HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt) + modelfile
