@@ -83,19 +83,20 @@ class Mask:
 def narrow(schema, longest: int, closed: bool):
     """A schema whose answers end: what follows it follows the given one too.
 
-    Strings and integers get a limit, and an object with named properties has no others if `closed`.
+    Strings and integers get a limit, and an object with properties has no others if `closed`.
     """
     if isinstance(schema, list):
         return [narrow(part, longest, closed) for part in schema]
     if not isinstance(schema, dict):
         return schema
     new = dict(schema)
+    closed = closed and not ("properties" in schema and schema.keys() & {"anyOf", "oneOf"})  # which may name others
     for key in schema.keys() & {*SCHEMAS}:
         new[key] = narrow(schema[key], longest, closed)
     for key in schema.keys() & {*NAMED_SCHEMAS}:
         if isinstance(schema[key], dict):
             new[key] = {name: narrow(part, longest, closed) for name, part in schema[key].items()}
-    if new.get("format") not in FORMATS:
+    if str(new.get("format")) not in FORMATS:
         new.pop("format", None)
     if new.keys() & {"enum", "const", "$ref", "allOf", "anyOf", "oneOf"}:
         return new
@@ -114,13 +115,12 @@ def narrow(schema, longest: int, closed: bool):
 @functools.lru_cache(256)
 def check_grammar(grammar: str) -> str:
     """What is wrong with a grammar, or "": compiles it in a process of its own."""
+    pipes = {"input": grammar, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            [sys.executable, __file__], input=grammar, capture_output=True, text=True, timeout=WAIT_SECONDS
-        )
+        done = subprocess.run([sys.executable, __file__], timeout=WAIT_SECONDS, **pipes)
     except subprocess.TimeoutExpired:
-        done = None
-    return done.stdout if done and done.returncode == 0 else "it takes too much time or memory; make it simpler"
+        raise ValueError("this machine is too busy to compile it; try again") from None
+    return "it takes too much time or memory; make it simpler" if done.returncode else done.stdout
 
 
 def main() -> None:
