@@ -164,7 +164,8 @@ def test_masks_beside_other_rows(talker):
                  for i, schema in enumerate(schemas * 2)]  # fmt: skip
         waiting = every[::-1]
         while waiting or decoder.running:
-            if idle := [row for row in range(3) if row not in decoder.running]:
+            idle = [row for row in range(3) if row not in decoder.running]
+            if idle and waiting:
                 decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]})
             decoder.step()
         keys = decoder.step_graphs.recorded if options else ()
