@@ -6,6 +6,7 @@
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
 CONNECT.md has the lines for other clients.
+
 GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions,
 /tokenize and /detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every
 step of the model. Up to --max-waiting more wait, and above that the answer is 429. A request

@@ -128,7 +128,7 @@ def test_answers_end(talker):
 
 @pytest.mark.parametrize("schema", [
     {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}]},
-    {"type": "string", "enum": ["x" * 200]}, {"type": "string", "minLength": 150}, {"const": 10**30},
+    {"type": "string", "enum": ["x" * 200]}, {"type": "string", "minLength": "x"}, {"const": 10**30},
     {"type": "string", "pattern": "^a{150}$"}, {"type": "integer", "minimum": 10**18},
     {"properties": {"format": {"const": "x"}, "maxLength": {"type": "string", "maxLength": 7}}},
 ])  # fmt: skip
@@ -174,6 +174,15 @@ def test_masks_beside_other_rows(talker):
     (plain, _), (found, keys) = answers(), answers(overlap=True)
     assert found == plain == answers(overlap=False)[0] and {"logits"} < {*keys}
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
+
+
+def test_narrow_schemas():
+    """Each end that is open gets a limit, beyond what the schema asks for."""
+    narrow, far = json_answers.narrow, json_answers.FAR
+    assert narrow({"type": "integer", "minimum": 0}, 9, True) == {"type": "integer", "minimum": 0, "maximum": far}
+    assert narrow([{"type": ["string", "null"], "minLength": 12}, {"type": "string", "minLength": 1}], 9, True) == [
+        {"type": ["string", "null"], "minLength": 12, "maxLength": 12},
+        {"type": "string", "minLength": 1, "maxLength": 9}]  # fmt: skip
 
 
 def test_grammars_beyond_limits(talker):

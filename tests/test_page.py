@@ -227,7 +227,7 @@ def test_the_server_starts_and_ends_its_page(runs, signum):
     assert process.wait(30) == (0 if signum == signal.SIGTERM else -signum)
 
     def gone():
-        with contextlib.suppress(httpx2.ConnectError):
+        with contextlib.suppress(httpx2.TransportError):
             httpx2.get(url)
             return False
         return True

@@ -25,7 +25,8 @@ WAIT_SECONDS = 20  # for the process, on a busy machine
 COMPACT = {"whitespace_flexible": False}  # a model that is not sure would write blanks for ever
 ANY_OBJECT = {"type": "object"}
 
-LONGEST_INTEGER = 10**18 - 1  # where a schema has no bound
+FAR = 10**18 - 1  # the limits of integers where a schema has none
+LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # Keywords that hold schemas. Parts of allOf, if and not stay as they are, as others depend on them.
 SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -103,10 +104,15 @@ def narrow(schema, longest: int, closed: bool):
 
     kinds = new.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds and not new.keys() & {"maxLength", "pattern", "format", "minLength"}:
-        new["maxLength"] = longest
-    if "integer" in kinds and not new.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
-        new |= {"minimum": -LONGEST_INTEGER, "maximum": LONGEST_INTEGER}
+    least = new.get("minLength", 0)
+    if "string" in kinds and not new.keys() & {"maxLength", "pattern", "format"} and type(least) is int:
+        new["maxLength"] = max(longest, least)
+    given = {key: new[key] for key in LIMITS if key in new}
+    if "integer" in kinds and all(type(limit) in (int, float) and abs(limit) < FAR for limit in given.values()):
+        if not given.keys() & {*LIMITS[:2]}:
+            new["minimum"] = -FAR
+        if not given.keys() & {*LIMITS[2:]}:
+            new["maximum"] = FAR
     if closed and "properties" in new:
         new.setdefault("additionalProperties", False)
     return new
