@@ -57,7 +57,8 @@ class Outcome:
 class Client:
     """Sends requests over one connection after the other, and reads streams."""
 
-    def __init__(self, port: int, chat: bool, tokens: int, seed: int):
+    def __init__(self, port: int, chat: bool, tokens: int, seed: int, as_json: bool = False):
+        self.as_json = as_json
         self.port = port
         self.chat = chat
         self.tokens = tokens
@@ -72,6 +73,9 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.as_json:
+            schema = {"type": "array", "items": {"type": "boolean"}, "minItems": self.tokens}
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         if self.chat:
             return fields | {"messages": [{"role": "user", "content": question}]}
         return fields | {"prompt": question}
@@ -151,7 +155,8 @@ def run_clients(settings: dict, results) -> None:
     outcomes = []
 
     def work(seed: int) -> None:
-        client = Client(settings["port"], settings["chat"], settings["tokens"], seed)
+        as_json = settings["json"] and seed == settings["seed"]
+        client = Client(settings["port"], settings["chat"], settings["tokens"], seed, as_json)
         while True:
             with lock:
                 if left[0] <= 0:
@@ -188,7 +193,7 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
         settings = {
             "port": args.port, "chat": args.chat, "tokens": args.tokens, "leaving": leaving,
             "exact": exact, "seed": 1000 * (i + 1) + args.seed, "clients": share(clients, processes, i),
-            "requests": share(requests, processes, i),
+            "requests": share(requests, processes, i), "json": i < args.json,
         }  # fmt: skip
         workers.append(multiprocessing.Process(target=run_clients, args=(settings, results)))
     cpu = server_cpu(args.pid)
@@ -380,6 +385,7 @@ def main() -> int:
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
     add("--pid", type=int, help="of the server, for its memory and processor time")
     add("--processes", type=int, default=4, help="that the clients are spread over")
+    add("--json", type=int, default=0, metavar="N", help="N clients ask for JSON, at most one a process")
     add("--seed", type=int, default=0)
     add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
     add("--rows", type=int, default=64, help="of the bench's own server")

@@ -25,6 +25,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lib.command import RunError, first_line, run_command
 from lib.command import print_note as say  # stdout holds nothing but the answers
@@ -240,18 +241,18 @@ class Remote:
     limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
-        if not url.startswith(("http://", "https://")):
+        try:
+            good = url.startswith(("http://", "https://")) and urlsplit(url).port != 0
+        except ValueError:  # of the port
+            good = False
+        if not good:
             raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
-        import httpx
         import openai
 
         base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or "none"
         options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
-        try:
-            self.client = openai.OpenAI(**options)
-        except httpx.InvalidURL as error:
-            raise RunError(f"--endpoint {url} is not a web address ({error})") from None
+        self.client = openai.OpenAI(**options)
         self.args = args
         self.turns = 0
         self.model = args.model or self.first_model()

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from urllib.parse import urlsplit
 
 # gradio and openai are imported where they are used, as they take seconds, for which --help should not wait.
 
@@ -179,12 +180,12 @@ def main() -> int:
     args = parse()
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
     import gradio as gr
-    import httpx
     import openai
 
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
     access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
     try:
+        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
         model = openai.OpenAI(**access).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**access), model.id)
@@ -193,7 +194,7 @@ def main() -> int:
             server_name=args.host, server_port=args.port, theme=theme, css=CSS, head=HEAD, share=False, ssr_mode=False,
             run_history=False, enable_monitoring=False, footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
-    except (openai.OpenAIError, httpx.InvalidURL, IndexError) as error:
+    except (openai.OpenAIError, ValueError, IndexError) as error:
         print(f"error: {base}/models names no model ({sentence(error)}); check the address", file=sys.stderr)
         return 1
     except OSError as error:

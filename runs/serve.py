@@ -5,10 +5,7 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-    from openai import OpenAI
-    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-    model = client.models.list().data[0].id
-    answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
+CONNECT.md has the lines for other clients.
 
 GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions,
 /tokenize and /detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every
@@ -444,7 +441,10 @@ class Server:
         found = await asyncio.to_thread(action, data)
         if isinstance(found, Request):
             if found.fields.response_format.type != "text":  # in threads of their own, as others must not wait
-                await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
+                except asyncio.CancelledError:  # by uvicorn
+                    raise APIError(503, STOPPING) from None
             return functools.partial(self.reply, found)
         return JSONResponse(found)
 

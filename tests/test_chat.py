@@ -6,6 +6,7 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -395,10 +396,14 @@ def test_a_line_that_ends_with_a_backslash_goes_on(monkeypatch, text, messages):
     assert chat.loop() and turns == messages
 
 
-def test_user_errors(server, tmp_path, monkeypatch, capsys):
+def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
+    young = write_run(tmp_path / "young", bpe, True)
+    shutil.rmtree(young / "checkpoints")
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
+        ((young,), "has no checkpoint yet; train it with --resume"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "is not a web address"),
+        (("--endpoint", "http://h:abc"), "http://h:abc is not a web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
     ]:  # fmt: skip

@@ -740,7 +740,7 @@ def test_web_pages_that_are_allowed(runs):
 # ---- load, leaving, failures
 
 
-@pytest.mark.parametrize("what", ["evict", "schedule"])
+@pytest.mark.parametrize("what", ["preempt", "schedule"])
 def test_a_dead_model_thread(runs, what, capfd):
     """Whatever fails outside of the model: requests under way and later ones get 503 at once, and it ends cleanly."""
     with Running(runs[True], "--rows", "2") as running, ThreadPoolExecutor(1) as pool:
@@ -748,7 +748,6 @@ def test_a_dead_model_thread(runs, what, capfd):
             under_way = pool.submit(running.post, {"messages": HELLO, "max_tokens": 50, "n": 2})
             until(lambda: len(running.worker.sequences) == 2)
             with mock.patch.object(running.worker, what, side_effect=SystemError):
-                [*running.worker.sequences.values()][0].reason = "stop"  # so that it is evicted
                 steps.release(100)
                 until(lambda: not running.worker.is_alive())
         for reply in (under_way.result(), running.post({"messages": HELLO})):

@@ -25,7 +25,8 @@ WAIT_SECONDS = 20  # for the process, on a busy machine
 COMPACT = {"whitespace_flexible": False}  # a model that is not sure would write blanks for ever
 ANY_OBJECT = {"type": "object"}
 
-LONGEST_INTEGER = 10**18 - 1  # where a schema has no bound
+FAR = 10**18 - 1  # the limits of integers where a schema has none
+LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 # Keywords that hold schemas. Parts of allOf, if and not stay as they are, as others depend on them.
 SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -83,29 +84,35 @@ class Mask:
 def narrow(schema, longest: int, closed: bool):
     """A schema whose answers end: what follows it follows the given one too.
 
-    Strings and integers get a limit, and an object with named properties has no others if `closed`.
+    Strings and integers get a limit, and an object with properties has no others if `closed`.
     """
     if isinstance(schema, list):
         return [narrow(part, longest, closed) for part in schema]
     if not isinstance(schema, dict):
         return schema
     new = dict(schema)
+    closed = closed and not ("properties" in schema and schema.keys() & {"anyOf", "oneOf"})  # which may name others
     for key in schema.keys() & {*SCHEMAS}:
         new[key] = narrow(schema[key], longest, closed)
     for key in schema.keys() & {*NAMED_SCHEMAS}:
         if isinstance(schema[key], dict):
             new[key] = {name: narrow(part, longest, closed) for name, part in schema[key].items()}
-    if new.get("format") not in FORMATS:
+    if str(new.get("format")) not in FORMATS:
         new.pop("format", None)
     if new.keys() & {"enum", "const", "$ref", "allOf", "anyOf", "oneOf"}:
         return new
 
     kinds = new.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds and not new.keys() & {"maxLength", "pattern", "format", "minLength"}:
-        new["maxLength"] = longest
-    if "integer" in kinds and not new.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
-        new |= {"minimum": -LONGEST_INTEGER, "maximum": LONGEST_INTEGER}
+    least = new.get("minLength", 0)
+    if "string" in kinds and not new.keys() & {"maxLength", "pattern", "format"} and type(least) is int:
+        new["maxLength"] = max(longest, least)
+    given = {key: new[key] for key in LIMITS if key in new}
+    if "integer" in kinds and all(type(limit) in (int, float) and abs(limit) < FAR for limit in given.values()):
+        if not given.keys() & {*LIMITS[:2]}:
+            new["minimum"] = -FAR
+        if not given.keys() & {*LIMITS[2:]}:
+            new["maximum"] = FAR
     if closed and "properties" in new:
         new.setdefault("additionalProperties", False)
     return new
@@ -114,13 +121,12 @@ def narrow(schema, longest: int, closed: bool):
 @functools.lru_cache(256)
 def check_grammar(grammar: str) -> str:
     """What is wrong with a grammar, or "": compiles it in a process of its own."""
+    pipes = {"input": grammar, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            [sys.executable, __file__], input=grammar, capture_output=True, text=True, timeout=WAIT_SECONDS
-        )
+        done = subprocess.run([sys.executable, __file__], timeout=WAIT_SECONDS, **pipes)
     except subprocess.TimeoutExpired:
-        done = None
-    return done.stdout if done and done.returncode == 0 else "it takes too much time or memory; make it simpler"
+        raise ValueError("this machine is too busy to compile it; try again") from None
+    return "it takes too much time or memory; make it simpler" if done.returncode else done.stdout
 
 
 def main() -> None:
