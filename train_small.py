@@ -1171,7 +1171,7 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. In a step
+# Each rank owns a slice of every large bank and table, with its fp32 master weights and moments. In a step
 # gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype. Every rank
 # keeps the whole of a table with sparse gradients; only the rows that were looked up travel. Gradients of
 # `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
@@ -1207,7 +1207,7 @@ def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
 
 
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
-    """master -= lr (update factor + decay master); decay applies only where the step shrinks the weight anyway.
+    """master -= lr * (factor * update + decay * master); decay only where the update does not enlarge the weight.
 
     Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
@@ -1244,7 +1244,7 @@ def one_graph(function: Callable) -> Callable:
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
-        # torch would compile anew for each shape of what a view is a view of.
+        # torch.compile guards on the base of a view and would recompile for each; .data has none.
         arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
         return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
 
@@ -1311,7 +1311,7 @@ class Pending(NamedTuple):
 
 
 class Optimizer:
-    """NorMuon, RMSProp and Adam over the rows of a parameter table."""
+    """NorMuon, RMSProp and Adam, as the Policy of each parameter says."""
 
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
         self.config = config
@@ -1343,7 +1343,8 @@ class Optimizer:
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers; False if a scaled gradient overflowed.
 
-        A late table uses the gradient of the step before, so that nobody waits for it.
+        A late table uses the gradient of the step before, so that its reduction overlaps the next forward and
+        backward; that of the last step is dropped.
         """
         # A loss scale must see all gradients of its step, so nothing is late then.
         scaled = loss_scale != 1.0
@@ -1368,7 +1369,7 @@ class Optimizer:
             self.update(gradient, own, updates, lr_mult, momentum, 1.0 / loss_scale)
             gathers += self.start_gather(slot, own)
 
-        # 3. All weights are needed for the next forward. What was padded is not the parameter itself.
+        # 3. All weights are needed for the next forward. A padded slot was gathered beside its parameter.
         for gathered in gathers:
             slot = gathered.slot
             gathered.wait()
@@ -3433,7 +3434,7 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
     Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); term_weights
              fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
              fp8: for training, e4m3 operands and an e5m2 gradient, where fits_fp8() allows
-    Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
+    Returns: sum over t of token_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
     The forward computes the gradients, a chunk of logits at a time; the backward only multiplies them.

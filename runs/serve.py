@@ -317,7 +317,7 @@ class Worker(threading.Thread):
                 self.metrics.cached_tokens.inc(found[row])
 
     def evict(self, row: int) -> Sequence:
-        """Frees a row whose answer is not continued; what it holds stays in the prefix cache."""
+        """Frees a row before its answer has ended; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
             self.decoder.stop([row])
         return self.release(row)
@@ -616,7 +616,7 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     server.worker.ready.wait()
     if problem := server.worker.error:
         raise RunError(f"the model does not run: {first_line(problem)}")
-    # The worker waits for the interpreter after each call to the device, by default up to 5 ms.
+    # The worker needs the interpreter's lock again after each call to the device, by default after up to 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         server.app,

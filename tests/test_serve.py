@@ -828,7 +828,7 @@ def test_failures_are_told_and_survived(talker, capfd):
     found = events(streamed.text)
     assert streamed.status_code == 200 and streamed.headers["content-type"].startswith("text/event-stream")
     assert "the model failed" in found[-1]["error"]["message"] and len(found) > 1
-    assert not talker.worker.sequences and not decoder.running
+    until(lambda: not talker.worker.sequences and not decoder.running)
     with mock.patch.object(decoder, "add_requests", lambda completions: 1 / 0):
         with pytest.raises(openai.InternalServerError, match="the model failed"):
             talker.chat(model="talker", messages=HELLO, stream=True)

@@ -618,11 +618,13 @@ class Generator:
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
+        processors = any(c.has_processors() for c in completions)
         if decoder and decoder.num_rows == num_rows and decoder.max_len >= length:
-            decoder.reload_weights()
-            return decoder
+            if not processors or decoder.logits_processors:
+                decoder.reload_weights()
+                return decoder
         del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, num_rows, length)
+        return Decoder(self.model, self.tokenizer, num_rows, length, logits_processors=processors)
 
     def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
         """Continues lists of ids to their end; equal prompts get different noise."""
@@ -701,6 +703,7 @@ class Decoder:
         self.cache = KVCache.empty(model, num_rows + prefix_rows, self.max_len)
         self.decode_cache = self.cache.first_rows(num_rows)
         self.prefix_cache = PrefixCache(num_rows, prefix_rows)
+        self.logits_processors = logits_processors
         self.state = RowState(num_rows, tokenizer.vocab_size if logits_processors else 0, device)
         self.running: dict[int, Completion] = {}  # by row; the other rows are idle
         self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
