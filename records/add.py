@@ -19,8 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check
 import entry
+import rules
 import tracks
 
 MAX_BYTES = 1_000_000
@@ -54,7 +54,7 @@ def read_run(run_dir: Path, script: str) -> dict:
     if not stated["dataset_fingerprint"]:
         raise entry.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
     log = entry.read_log(run_dir / "log.jsonl")
-    problems = check.check_log(log, stated["config"], stated["machine"])
+    problems = rules.check_log(log, stated["config"], stated["machine"])
     entry.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
     file = run_file(stated, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
@@ -149,7 +149,7 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
         raise entry.UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
-    entry.refuse([f"these runs make no entry: {text}" for text in check.problems(folder)])
+    entry.refuse([f"these runs make no entry: {text}" for text in rules.problems(folder)])
     check_configs(runs, flags, script)
 
 

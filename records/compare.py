@@ -20,11 +20,11 @@ import os
 import re
 from pathlib import Path
 
-import check
 import entry
 import leaderboard
 import numpy as np
 import pictures
+import rules
 from pictures import Row, points, record_row
 
 # ==== reading
@@ -36,10 +36,10 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     run = entry.read_json(run_dir / "config.json")
     machine = run["machine"]
     config = run["config"]
-    if problems := check.check_log(log, config, machine):
+    if problems := rules.check_log(log, config, machine):
         raise entry.UserError(f"{run_dir} is not a finished run ({problems[0]})")
     data = run["dataset_fingerprint"] or config["data"]
-    shared = check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)
+    shared = rules.recipe_of(config), run["dataset_fingerprint"], rules.comparable(machine)
     table = run_dir / "core.csv"
     core = entry.read_core(table)[1] if table.is_file() else None
     metrics = {"seed": config["seed"], **entry.metrics(log), "core": core}

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from statistics import fmean
 
-import check
 import entry
 import pictures
+import rules
 import tracks
 
 README = entry.ROOT / "records" / "README.md"
@@ -175,7 +175,7 @@ def other_projects(quotes: dict) -> str:
 
 def write() -> None:
     for folder in entry.folders():
-        if problems := check.problems(folder):
+        if problems := rules.problems(folder):
             raise entry.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
     text = README.read_text(encoding="utf-8")
     new = text[: text.index(BEGIN)] + leaderboard() + text[text.index(END) + len(END) :]

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import check
 import entry
+import rules
 
 SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
@@ -49,7 +49,7 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     log = [line for line in log if line["step"] <= steps]
     problems = compare_loss(record, logs, log, steps >= last)
     if record["config"]:
-        recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
+        recipes = [rules.recipe_of(config) for config in (record["config"], made["config"])]
         problems += entry.unequal(*recipes, "rerun: config", "the script makes")
     hardware = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
     if hardware[0] == hardware[1]:
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     folders = entry.folders() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
-        found = check.problems(folder)
+        found = rules.problems(folder)
         if args.rerun and not found:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
             found = rerun(folder, args.rerun, args.data, args.processes)

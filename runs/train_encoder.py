@@ -92,6 +92,8 @@ class Config:
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 64) * 64
 
+    chosen = property(vars)  # what identifies a run
+
     @property
     def num_steps(self) -> int:
         return self.steps

@@ -28,10 +28,10 @@ from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
 import add
-import check
 import compare
 import entry
 import leaderboard
+import rules
 import tracks
 import verify
 
@@ -141,7 +141,7 @@ def raw(repo, name) -> list[list[dict]]:
 
 @pytest.mark.parametrize("folder", sorted(p.name for p in entry.BASELINES.iterdir() if p.is_dir()))
 def test_every_baseline_verifies(folder):
-    assert check.problems(entry.BASELINES / folder) == []
+    assert rules.problems(entry.BASELINES / folder) == []
     assert sum(p.stat().st_size for p in (entry.BASELINES / folder).iterdir()) <= add.MAX_BYTES
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
 
@@ -150,7 +150,7 @@ def test_old_entries_are_frozen(tmp_path):
     """A record.json of format 1 is known by its sha256 in tracks.json."""
     folder = shutil.copytree(entry.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
     edit(folder / "record.json", lambda record: record["config"].update(width=512))
-    assert any("does not hold its sha256" in problem for problem in check.problems(folder))
+    assert any("does not hold its sha256" in problem for problem in rules.problems(folder))
 
 
 def test_leaderboard_is_current():
@@ -295,10 +295,10 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path):
     shutil.copytree(repo / "baselines", tmp_path / "baselines")
     folder = tmp_path / "baselines" / folders[1].name
     swap(folder / "README.md", r"\(not stated\)", "Two other rates.")
-    assert check.problems(folder) == []
+    assert rules.problems(folder) == []
     swap(folder / "log_1.jsonl.gz", r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n')
     edit(folder / "record.json", lambda record: record.update(files=entry.hashes(folder)))
-    found = "\n".join(check.problems(folder))
+    found = "\n".join(rules.problems(folder))
     for text in ("summary.val_bpb.mean", "comparison.val_bpb.p", "curve.csv, 6 is 12,", "is | 1    | "):
         assert text in found, text
     assert "1 of 1 entries do not verify" in refused(verify, folder)
@@ -337,14 +337,14 @@ def test_every_leaf_is_guarded(folders, tmp_path):
             place = place[key]
         place[path[-1]] = changed(value)
         (folder / "record.json").write_text(json.dumps(record))
-        assert check.problems(folder), path
+        assert rules.problems(folder), path
     (folder / "record.json").write_text(json.dumps(stated))
     for file in folder.iterdir():
         before = file.read_bytes()
         file.write_bytes(before.replace(b"| sd ", b"| sb ") if file.suffix == ".md" else before + b"\n")
-        assert check.problems(folder) or file.name == "record.json", file.name
+        assert rules.problems(folder) or file.name == "record.json", file.name
         file.write_bytes(before)
-    assert check.problems(folder) == []
+    assert rules.problems(folder) == []
 
 
 # ==== refusals of add.py
@@ -412,7 +412,7 @@ def added(tmp_path, *run_dirs) -> Path:
     """The folder of an entry that add.py has made of run directories."""
     run(add, *run_dirs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
     (folder,) = (tmp_path / "new").iterdir()
-    assert check.problems(folder) == []
+    assert rules.problems(folder) == []
     return folder
 
 
@@ -432,7 +432,7 @@ def test_add_reads_core(repo, tmp_path):
     assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
     assert record["summary"]["core"]["mean"] == pytest.approx(0.3105)
     swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
-    assert any("record.json.runs, 2.core is" in text for text in check.problems(folder))
+    assert any("record.json.runs, 2.core is" in text for text in rules.problems(folder))
     core_table(runs[1], 0.4, items=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
     assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
@@ -478,7 +478,7 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
     assert str(tmp_path) not in (folder / "run_0.json").read_text()
     other = shutil.copytree(folder, tmp_path / "other" / "2019-01-01_x")
-    assert any(f"date is {day}, the folder is 2019" in text for text in check.problems(other))
+    assert any(f"date is {day}, the folder is 2019" in text for text in rules.problems(other))
 
 
 def test_what_is_no_reason_to_refuse(repo, tmp_path):
@@ -513,10 +513,10 @@ def test_seconds_mfu_and_speed_agree(folder):
     """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
     record = entry.read_record(entry.BASELINES / folder)
     log = entry.read_logs(entry.BASELINES / folder, record)[0]
-    (text,) = check.check_log(halved(log), record["config"], record["hardware"])
+    (text,) = rules.check_log(halved(log), record["config"], record["hardware"])
     assert "FLOPs a token, and a Config of this size needs about" in text
     log[5]["step_ms"] *= 2
-    assert [text[:8] for text in check.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
+    assert [text[:8] for text in rules.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
 
 
 def test_what_is_scored_is_that_of_the_track(folders):
@@ -608,7 +608,7 @@ def forge(source, target, change) -> Path:
     record = entry.make_record(folder, record["track"], record["against"])
     (folder / "record.json").write_text(entry.dump(record))
     swap(folder / "README.md", rf"(?s){entry.BEGIN}.*{entry.END}", lambda match: entry.figures_text(record, folder))
-    assert check.problems(folder) == [], "without a rerun nobody sees it"
+    assert rules.problems(folder) == [], "without a rerun nobody sees it"
     return folder
 
 
