@@ -521,7 +521,9 @@ def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> BigramRows | N
 def set_sparse_gradient(model: nn.Module, gradients: list[BigramRows | None]) -> None:
     """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
     if gradients[0] is not None:
-        index, rows = (torch.cat(parts) for parts in zip(*gradients, strict=True))
+        index, rows = gradients[0]
+        if len(gradients) > 1:  # cat would copy a single one
+            index, rows = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         table = model.bigram_embed
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
