@@ -886,6 +886,8 @@ class GPT(nn.Module):
             self.value_embed.normal_(0, 0.01, generator=rng)
         if self.config.mix_width:
             self.mix_in.uniform_(-bound, bound, generator=rng)
+            # The last layer wants the input in its values. From 0 some seeds find that late, or never.
+            self.mix_out[0] = 0.01
 
         self.residual.copy_(torch.linspace(1.15, 1.05, L))
         self.scalars.zero_()
