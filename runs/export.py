@@ -17,7 +17,6 @@ This executes the training script that lies in the run directory.
 
 import argparse
 import csv
-import itertools
 import json
 import shutil
 import sys
@@ -58,18 +57,19 @@ if __name__ == "__main__":
 
 import report
 import torch
+from gguf.vocab import bytes_to_unicode
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, TURN_TOKENS, is_chat_run
 from lib.engine import load_run
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from lib import export_portable
 from lib.export_portable import Vocabulary
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
 CHAT_TEMPLATE = LIB / "export_chat.jinja"
@@ -187,13 +187,6 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 # ---- tokenizer
 
 
-def byte_letters() -> list[str]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(b if b in printable else next(others)) for b in range(256)]
-
-
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     """Merges in the order in which they apply.
 
@@ -214,36 +207,24 @@ def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int]
     Text encodes as with the project's own, except text that spells a special token, unless
     split_special_tokens=True.
     """
-    letters = byte_letters()
-    spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
-    specials = dict(sorted(specials.items(), key=lambda pair: pair[1]))
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
-    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": text, **off, "special": True} for text, i in specials.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        ]},
-        "post_processor": {
-            "type": "TemplateProcessing", "single": [bos_piece, a], "pair": [bos_piece, a, bos_piece, b],
-            "special_tokens": {bos: {"id": bos, "ids": [specials[bos]], "tokens": [bos]}},
-        },
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is that token, whether or not merges lead there
-            "vocab": {spell(token): rank for rank, token in enumerate(ranks)},
-            "merges": [[spell(left), spell(right)] for left, right in to_merges(ranks)],
-        },
-    }  # fmt: skip
+    letters = bytes_to_unicode()
+    spell = lambda token: "".join(letters[b] for b in token)
+    vocab = {spell(token): rank for rank, token in enumerate(ranks)}
+    merges = [(spell(left), spell(right)) for left, right in to_merges(ranks)]
+    # A word that is a token is that token, whether or not merges lead there.
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [(bos, specials[bos])]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
+    tokenizer.add_special_tokens(sorted(specials, key=specials.get))
+    return json.loads(tokenizer.to_str())
 
 
 # ---- model card
+
 
 def training_data(dataset: Path, is_chat: bool) -> str:
     """What the sources of a dataset are called, if it still lies on this computer."""
@@ -385,9 +366,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
     write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], padding_side="left")
-    store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
-
-
+    store_weights(args.out / "model.safetensors", tensors, getattr(torch, args.dtype))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 import tomllib
@@ -83,7 +82,7 @@ class Config(BaseModel, extra="forbid"):
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
-    wandb: str | None = Field(None, description="project of Weights & Biases")
+    wandb: str | None = Field(None, description="also log to Weights & Biases under this name")
 
 
 class ReadFile(argparse.Action):
@@ -138,6 +137,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_small
 
+train_small.UserError = RunError  # what its functions raise
+
 # ---- training
 
 
@@ -156,6 +157,8 @@ class Run:
     """A run in progress."""
 
     config: Config
+    ranks: train_small.Ranks
+    log: train_small.Log
     tokenizer: Any
     train: "Packs"
     val: "Packs"
@@ -171,12 +174,12 @@ class Run:
 
 def train(config: Config) -> dict:
     """Trains from the first step or the newest checkpoint to the end. Returns the result."""
-    device = start_ranks()
+    ranks = start_ranks()
     description = load_description(config)
-    prepare_run_dir(config)
+    log = prepare_run_dir(config, ranks)
     tokenizer = load_tokenizer(config)
     packs, val = load_data(config, tokenizer)
-    model = build_model(config, description, device)
+    model = build_model(config, description, ranks.device)
     check_documents(model)
     optimizer = build_optimizer(model, config)
 
@@ -188,7 +191,7 @@ def train(config: Config) -> dict:
     origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
     longest = max(int(np.max(row)) for part in (packs, val) for row in part.rows["lengths"])
     order = np.hstack(orders)[:total]
-    run = Run(config, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
+    run = Run(config, ranks, log, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
 
@@ -202,17 +205,14 @@ def run_steps(run: Run) -> None:
     progress = run.progress
     say(f"training: step {progress.step:,} of {run.steps:,}, {run.config.packs:,} packs each")
 
-    caught = []  # signals, read between steps
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: caught.append(number))
-
+    stopper = train_small.Stopper(run.ranks)
     if progress.step == 0:
         evaluate(run)
     while progress.step < run.steps:
         train_step(run)
         last = progress.step == run.steps
         due = last or progress.step % run.config.save_every == 0
-        stop = all_sum(len(caught)) > 0
+        stop = any(run.ranks.gather(stopper.caught_at))
         if due:
             evaluate(run)
         if due or stop:
@@ -239,7 +239,7 @@ def train_step(run: Run) -> None:
         run.model.set_requires_gradient_sync(last)
         run.model.set_reshard_after_backward(last)
         loss = packed_loss(run.model, batch, counted)
-        (loss * dist.get_world_size()).backward()  # FSDP averages gradients, the sum is wanted
+        (loss * run.ranks.world).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
     # The packs of the next step are read while the GPU still works on this one.
@@ -259,7 +259,7 @@ def train_step(run: Run) -> None:
     progress.tokens += run.train.total("tokens", rows)
     progress.train_seconds += seconds
     progress.val_loss = math.inf
-    log_step(run, all_sum(total.item()), norm, seconds, rows)
+    log_step(run, sum(run.ranks.gather(total.item())), norm, seconds, rows)
 
 
 def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
@@ -288,9 +288,9 @@ def evaluate(run: Run) -> None:
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
     reshard(run.model)
-    progress.val_loss = all_sum(total.item())
-    entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
-    write_log(run, entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+    progress.val_loss = sum(run.ranks.gather(total.item()))
+    run.log.say(f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+    run.log.write({"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss})
 
 
 # ---- data: rows of load_dataset -> documents -> packs -> micro-batches
@@ -467,8 +467,8 @@ class Packs:
 
 def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
     """This rank's share of some packs. All ranks get the same number of micro-batches, all of one shape."""
-    world = dist.get_world_size()
-    mine = rows[dist.get_rank() :: world]
+    world = run.ranks.world
+    mine = rows[run.ranks.rank :: world]
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
         found = [packs.rows[int(row)] for row in mine[start : start + size]]
@@ -627,7 +627,7 @@ def save(run: Run) -> None:
     """A checkpoint in safetensors files, one for each rank. It gets its name when it is complete."""
     folder = run.config.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
     unfinished = folder.with_suffix(".tmp")
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
@@ -635,7 +635,7 @@ def save(run: Run) -> None:
     dcp.save(tensors_of(run), storage_writer=writer)
 
     # Process 0 comes here when all have written.
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         files = sorted(unfinished.iterdir())
         with ThreadPoolExecutor() as pool:
             hashes = dict(zip([file.name for file in files], pool.map(train_small.file_sha256, files), strict=True))
@@ -652,7 +652,7 @@ def newest_whole(folder: Path) -> tuple[Path, dict] | None:
     for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
             return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
-        except (train_small.UserError, OSError, ValueError) as error:
+        except (RunError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
@@ -672,29 +672,24 @@ def prune(folder: Path, keep: int) -> None:
 def load_newest(run: Run) -> None:
     """Continues from the newest checkpoint, written by any number of ranks."""
     folder = run.config.run_dir
-    found = [newest_whole(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, device=torch.device("cpu"))
-    if not found[0]:
+    found = run.ranks.gather(newest_whole(folder) if run.ranks.is_main else None)[0]
+    if not found:
         raise RunError(f"{folder} holds no whole checkpoint; start it again without --resume")
-    newest, state = found[0]
+    newest, state = found
     if state["origin"] != run.origin:
-        found = "other data, model, length, packs, workers or seed"
-        raise RunError(f"{folder} has {found}; see config.json")
+        raise RunError(f"{folder} has other data, model, length, packs, workers or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():
         moments["step"].fill_(run.progress.step)
-    if dist.get_rank() == 0:  # what was logged behind the checkpoint will be logged again
-        kept = [entry for entry in report.read_log(folder) if entry["step"] <= run.progress.step]
-        lines = "".join(json.dumps(entry) + "\n" for entry in kept)
-        (folder / "log.jsonl").write_text(lines, encoding="utf-8")
+    run.log.rewind(run.progress.step)
 
 
 def export(run: Run) -> None:
     """Writes model/, which from_pretrained reads, in the type the weights came in."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(run.model, options=options)  # on rank 0
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         dtype = run.model.export_dtype
         hf = run.model
         if run.config.lora_rank:
@@ -735,18 +730,6 @@ def sample_text(run: Run) -> str:
     return run.tokenizer.decode(tokens)
 
 
-def write_log(run: Run, entry: dict, line: str) -> None:
-    """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
-    say(line)
-    if dist.get_rank() == 0:
-        with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        if project := run.config.wandb:
-            import wandb  # only where it is asked for
-
-            (wandb.run or wandb.init(project=project)).log(entry, step=entry["step"])
-
-
 def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
     """Loss, speed and memory of a step on some packs. Padding counts as no work."""
     progress = run.progress
@@ -754,12 +737,11 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
     entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / seconds, "eta_seconds": eta}
-    parts = [f"loss {loss:.4f}", f"norm {norm:.2f}", f"{tokens / seconds:,.0f} tokens/s"]
-    if torch.cuda.is_available():
-        entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        parts.append(f"{entry['memory_gib']:.1f} GiB")
-    parts.append(f"{timedelta(seconds=round(eta))} left")
-    write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
+    entry["memory_gib"] = train_small.peak_memory_gib(run.ranks.device)
+    speed = f"{tokens / seconds:,.0f} tokens/s, {entry['memory_gib']:.1f} GiB"
+    left = f"{timedelta(seconds=round(eta))} left"
+    run.log.say(f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, {speed}, {left}")
+    run.log.write(entry)
 
 
 def finish(run: Run) -> dict:
@@ -770,9 +752,8 @@ def finish(run: Run) -> dict:
     steps = [entry for entry in report.read_log(folder) if "loss" in entry]
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder), "loss": steps[-1]["loss"]}
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
-    if "memory_gib" in steps[-1]:
-        result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
-    if dist.get_rank() == 0:
+    result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
+    if run.ranks.is_main:
         result = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
         (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         report.write_report(folder, with_samples=False)
@@ -784,7 +765,7 @@ def finish(run: Run) -> dict:
 # ---- processes, errors, command line
 
 
-def start_ranks() -> torch.device:
+def start_ranks() -> train_small.Ranks:
     """Joins the processes of torchrun; one process alone is a group too."""
     device = torch.device("cpu")
     backend = "gloo"
@@ -794,26 +775,24 @@ def start_ranks() -> torch.device:
         backend = "cpu:gloo,cuda:nccl"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)
-    return device
+    return train_small.Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-def all_sum(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def prepare_run_dir(config: Config) -> None:
+def prepare_run_dir(config: Config, ranks: train_small.Ranks) -> train_small.Log:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
     if not config.resume and (train_small.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
-    if dist.get_rank() == 0 and not config.resume:
+    log = train_small.Log(folder, ranks)
+    if ranks.is_main and not config.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.jsonl").unlink(missing_ok=True)
+        log.rewind(-1)
         (folder / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
         shutil.copy(__file__, folder)
+    if ranks.is_main and config.wandb:
+        log.start_wandb(config.wandb, config.model_dump(mode="json"))
+    return log
 
 
 @contextlib.contextmanager

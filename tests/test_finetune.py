@@ -476,7 +476,7 @@ def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "damage", "words"), [
     ("dataset.json", lambda text: text[: len(text) // 2], "not a readable JSON file"),
-    ("dataset.json", lambda text: b"{}", "has format None"),
+    ("dataset.json", lambda text: b"{}", "is damaged (KeyError("),
     ("dataset.json", lambda text: b'{"format": "decoderstack-dataset-1"}', "lists no files"),
     ("tokenizer.json", lambda text: text.replace(b'"ranks"', b'"rank"'), "is damaged (KeyError('ranks'))"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import torch
 from lib.command import RunError
 from safetensors.torch import load_file
@@ -180,11 +181,6 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
             tensors by the names of Qwen3ForCausalLM
     Raises: RunError, OSError
     """
-    try:
-        import gguf
-    except ImportError:
-        raise RunError("GGUF needs a package; run pip install -r requirements.txt") from None
-
     if path.exists():
         raise RunError(f"{path} exists; choose another --gguf or remove it")
     if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
@@ -202,7 +198,7 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
         add_shape(writer, fields)
-        add_vocabulary(writer, gguf.TokenType, vocabulary, fields["vocab_size"])
+        add_vocabulary(writer, vocabulary, fields["vocab_size"])
         for key, tensor in tensors.items():
             values = tensor.detach().float().contiguous().numpy()
             stored = "f32" if values.ndim == 1 else kind  # gains stay fp32
@@ -236,12 +232,13 @@ def add_shape(writer, fields: dict) -> None:
     writer.add_vocab_size(fields["vocab_size"])
 
 
-def add_vocabulary(writer, types, vocabulary: Vocabulary, size: int) -> None:
+def add_vocabulary(writer, vocabulary: Vocabulary, size: int) -> None:
     """Tokens, merges, special tokens, and the chat template."""
     model = vocabulary.content["model"]
     specials = vocabulary.specials
     texts = {i: text for text, i in {**model["vocab"], **specials}.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]  # as llama.cpp fills rows of the table without a token
+    types = gguf.TokenType
     kinds = [types.CONTROL if text in specials else types.NORMAL for text in tokens]
     kinds = [kind if i in texts else types.UNUSED for i, kind in enumerate(kinds)]
     writer.add_tokenizer_model("gpt2")
