@@ -9,7 +9,6 @@ RUN comes first. It is followed by the flags of training (`runs/finetune.py RUN 
 
     --packs N       packs in a step (default 8 for train_small.py, 16 for train_medium.py)
     --lr X          rate at the start, as a fraction of that of pretraining (default 0.8 and 0.3)
-    --no-moments    start with empty optimizer moments in place of those of RUN
 
 The conversations are those that data/sft.py adds to a dataset: RUN's own, or another one with the
 same tokenizer that --data names. The loss counts only what the assistant writes. The script that
@@ -25,13 +24,13 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 from lib import tuning
 from lib.command import RunError, run_command
+from pydantic import BaseModel
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -96,15 +95,13 @@ class Conversations:
 # ---- the run
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(BaseModel):
     """What finetuning adds to the Config of a run; the entry "finetune" of config.json."""
 
     run: str  # directory of the source
     checkpoint: str  # name of the one it started from
     packs: int
     lr: float
-    moments: bool  # kept: "slightly better" in nanochat
 
 
 def new_job(script: ModuleType, args: argparse.Namespace):
@@ -114,7 +111,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
-    settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
+    settings = Settings(run=args.run, checkpoint=checkpoint.name, packs=packs, lr=lr)
     base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
     dataset = tuning.read_data(script.Dataset.open, config.data)
@@ -132,15 +129,9 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     """The job of the run in args.run_dir, as it began, with the flags that may change."""
     run_dir = Path(args.run_dir)
     description = script.read_description(run_dir)
-    command = description.get("command")
-    if command != "finetune":
-        tool = "runs/rl.py" if command == "rl" else Path(script.__file__).name
-        way = f"continue it with python {tool} --resume --run-dir {run_dir}"
-        other = f"finetune it with python runs/finetune.py {run_dir}"
-        raise RunError(f"{run_dir} is no finetuning run; {way}, or {other}")
-
+    tuning.check_command(run_dir, description, "finetune")
     settings = Settings(**description["finetune"])
-    for name in ("run", "packs", "lr", "moments"):
+    for name in ("run", "packs", "lr"):
         old = getattr(settings, name)
         new = getattr(args, name)
         if new is not None and new != old:
@@ -173,8 +164,9 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=lambda state: tuning.load_source(script, state, source, settings.moments),
-        **tuning.tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
+        # With the moments of the source: "slightly better" in nanochat.
+        load_start=lambda state: tuning.load_source(script, state, source, moments=True),
+        **tuning.tool_entries("finetune", {"finetune": settings.model_dump()}, __file__),
     )
 
 
@@ -206,9 +198,6 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     add("run", nargs="?", metavar="RUN", help="run directory to start from; comes first")
     add("--packs", type=int, metavar="N", help="packs in a step")
     add("--lr", type=float, metavar="X", help="rate at the start, as a fraction of pretraining's")
-    # None where it is not given, which --resume needs to know of all flags.
-    empty = "start with empty optimizer moments"
-    add("--no-moments", dest="moments", action="store_const", const=False, help=empty)
     return parser
 
 

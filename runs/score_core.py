@@ -39,7 +39,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
     add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
-    add("--attention", metavar="NAME", help="in place of the run's attention backend")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true", help="quicker start, slower scoring")
     args = parser.parse_args(argv)
@@ -547,7 +546,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
 
     def work() -> dict:
-        run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
+        run = engine.load_run(args.run_dir, args.step, dtype=args.dtype)
         return score_run(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
 
     return run_command(work)

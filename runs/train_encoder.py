@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import read_data, tool_entries
+from lib.tuning import check_command, read_data, tool_entries
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -386,11 +386,10 @@ def build_state(config: Config, ranks, say: Callable = print):
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     """The Config and config.json of an encoder's run, which must be of a command if one is named."""
     description = script.read_description(run_dir)
-    found = description.get("command")
-    if found not in ("train_encoder", "finetune_encoder"):
+    if command:
+        check_command(run_dir, description, command)
+    if description.get("command") not in ("train_encoder", "finetune_encoder"):
         raise RunError(f"{run_dir} is no run of an encoder; name one that is")
-    if command not in ("", found):
-        raise RunError(f"{run_dir} is another kind of run; continue it with python runs/{found}.py --resume")
     return Config(**description["config"]), description
 
 

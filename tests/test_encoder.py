@@ -273,7 +273,7 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
         error = stops(te.main, "--resume", "--run-dir", pretrained, *others.split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
     assert "arguments are required: --run-dir" in stops(te.main, "--resume")
-    assert "another kind of run" in stops(ft.main, "--resume", "--run-dir", pretrained)
+    assert "is a run of runs/train_encoder.py; continue it with" in stops(ft.main, "--resume", "--run-dir", pretrained)
 
 
 # ---- pairs

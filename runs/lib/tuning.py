@@ -55,6 +55,14 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
         raise RunError(str(error).replace("start again without --resume", way)) from None
 
 
+def check_command(run_dir: Path, description: dict, command: str) -> None:
+    """Raises RunError unless a run, by its config.json, is one of runs/COMMAND.py."""
+    found = description.get("command")
+    if found != command:
+        tool = f"runs/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
+        raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
+
+
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
