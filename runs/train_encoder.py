@@ -252,32 +252,20 @@ class Encoder(nn.Module):
 # attend(q, k, v (T, H, K)) -> (T, H, K). A token sees its whole document and nothing else.
 
 
-def with_neighbours(x: Tensor, edge: int) -> Tensor:
-    """(blocks, block, ...) -> (blocks, 3 block, ...): the block before, the block, the one after."""
-    outside = torch.full_like(x[:1], edge)
-    before = torch.cat((outside, x[:-1]))
-    after = torch.cat((x[1:], outside))
-    return torch.cat((before, x, after), 1)
-
-
 def sdpa_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
     """Plain torch, on any device: blocks as long as the longest document see their neighbours."""
     T = positions_T.numel()
     block = min(max_doc, T)
     padding = -T % block
     starts = torch.arange(T, device=positions_T.device) - positions_T  # where a document begins
-    starts = F.pad(starts, (0, padding), value=-1).view(-1, block)
-    is_split = len(starts) > 1
-    key_starts = with_neighbours(starts, -2) if is_split else starts
-    mask = (starts[:, :, None] == key_starts[:, None, :])[:, None]
+    queries = F.pad(starts, (0, padding), value=-1).view(-1, block)
+    keys = F.pad(starts, (block, block + padding), value=-1).unfold(0, 3 * block, block)
+    mask = (queries[:, :, None] == keys[:, None, :])[:, None]
 
     def attend(q, k, v):
-        shape = (len(starts), block, *q.shape[1:])
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).view(shape) for x in (q, k, v))
-        if is_split:
-            k = with_neighbours(k, 0)
-            v = with_neighbours(v, 0)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, block)).transpose(1, 2)
+        k, v = (F.pad(x, (0, 0, 0, 0, block, block + padding)) for x in (k, v))
+        k, v = (x.unfold(0, 3 * block, block).transpose(2, 3) for x in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, mask)
         return y.transpose(1, 2).flatten(0, 1)[:T]
 

@@ -105,7 +105,6 @@ class Scalars(nn.Module):
 
     def __init__(self, **start: float):
         super().__init__()
-        self.start = start
         for name, value in start.items():
             setattr(self, name, nn.Parameter(torch.tensor([value], dtype=torch.float32)))
 
@@ -127,7 +126,8 @@ class BigramEmbedding(nn.Module):
     def __init__(self, rows: int, width: int):
         super().__init__()
         self.embed = nn.Embedding(rows, width)
-        self.register_buffer("signs", torch.zeros(SIGN_ROWS, width, dtype=torch.int8))
+        signs = torch.randint(0, 2, (SIGN_ROWS, width), dtype=torch.int8) * 2 - 1
+        self.register_buffer("signs", signs)
 
     def forward(self, ids: Tensor, previous: Tensor, is_first: Tensor) -> Tensor:
         """ids, previous, is_first (B, T) -> (B, T, D); the first token of a text has a row of its own."""
@@ -315,22 +315,6 @@ class DecoderStackPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DecoderStackLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["scalars"]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """A plain start for a new model; the script that trained this one starts in other ways."""
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.01)
-        elif isinstance(module, Gate):
-            nn.init.zeros_(module.weight)
-        elif isinstance(module, Scalars):
-            for name, value in module.start.items():
-                nn.init.constant_(getattr(module, name), value)
-        elif isinstance(module, BigramEmbedding):
-            rng = torch.Generator().manual_seed(0)
-            module.signs.copy_(torch.randint(0, 2, module.signs.shape, generator=rng) * 2 - 1)
 
 
 class DecoderStackModel(DecoderStackPreTrainedModel):
