@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
+from lib import chat_format
 from lib.command import RunError, first_line, run_command
 
 # What the table shows of result.json, or of log.jsonl before there is one.
@@ -187,17 +188,6 @@ def plot_curves(entries: list[dict], title: str):
     return figure
 
 
-def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
-    """Writes curve.png; returns the line of the report that shows it, or why there is none."""
-    if not entries:
-        return "(no picture: nothing is logged yet)"
-    try:
-        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
-    except ImportError:
-        return "(no picture: matplotlib is not installed)"
-    return "![curve](curve.png)"
-
-
 # ---- samples
 
 
@@ -212,32 +202,24 @@ def held_out_prompts(run) -> list[list[int]]:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 
-def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
-    """The ids that follow prompts, as far as the context has room."""
+def sample_texts(run, command: str) -> list[str]:
+    """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
     from lib import engine
 
+    if command == "finetune":
+        prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
+        options = ANSWER | {"stop": (run.tokenizer.specials[chat_format.ASSISTANT_END],)}
+    else:
+        prompts = held_out_prompts(run)
+        options = CONTINUATION | {"seed": run.config.seed}
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
-    generator = engine.Generator(run.model, run.tokenizer)
-    return generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
-
-
-def continuations(run) -> list[str]:
-    """Prompts and how the model continues them."""
-    prompts = held_out_prompts(run)
-    found = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
+    options["max_tokens"] = min(options["max_tokens"], room)
+    found = engine.Generator(run.model, run.tokenizer).generate(prompts, **options)
+    if command == "finetune":
+        answers = map(run.tokenizer.decode, found)
+        return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
     # Together, because a character may begin in the prompt and end behind it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
-
-
-def answers_to_questions(run) -> list[str]:
-    """QUESTIONS and the model's most likely answers."""
-    from lib import chat_format
-
-    prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
-    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
-    found = generate(run, prompts, stop=stop, **ANSWER)
-    answers = map(run.tokenizer.decode, found)
-    return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
@@ -246,7 +228,7 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
-        found = answers_to_questions(run) if command == "finetune" else continuations(run)
+        found = sample_texts(run, command)
     except (RunError, RuntimeError) as error:  # torch's, if memory runs out
         return [], f"no samples: {first_line(error)}"
     return found, f"## Samples of step {run.step:,}"
@@ -304,7 +286,9 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         parts.append(score_table(evaluations[0], evaluations[-1]))
         title = f"{name}: {rows['task']}"
     parts.append(table("| | |", "| --- | --- |", rows.items()))
-    parts.append(save_picture(run_dir, entries, title) + "\n")
+    if entries:
+        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+        parts.append("![curve](curve.png)\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
