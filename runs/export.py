@@ -204,8 +204,7 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int], bos: str) -> dict:
     """tokenizer.json of the `tokenizers` library; bos leads every text.
 
-    Text encodes as with the project's own, except text that spells a special token, unless
-    split_special_tokens=True.
+    Text encodes as with the project's own, except text that spells a special token, unless split_special_tokens=True.
     """
     letters = bytes_to_unicode()
     spell = lambda token: "".join(letters[b] for b in token)

@@ -343,17 +343,15 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
 
 def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
     """The pairs of each step from that of a run on, with what the loop of train_small.py asks of a batch."""
-    steps = itertools.count(run.state.step)
-    seed = run.job.config.seed
 
-    def next_pairs() -> SimpleNamespace:
-        chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
-        pairs = [train.pairs[i] for i in chosen]
-        tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
-        unused = {"reader_state": None, "positions": None, "notes": {}}
-        return SimpleNamespace(pairs=pairs, total_tokens=tokens, **unused)
+    def batches() -> Iterator[SimpleNamespace]:
+        for step in itertools.count(run.state.step):
+            chosen = pairs_of_step(len(train.pairs), batch, run.job.config.seed, step)
+            pairs = [train.pairs[i] for i in chosen]
+            tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
+            yield SimpleNamespace(pairs=pairs, total_tokens=tokens, reader_state=None, positions=None, notes={})
 
-    return SimpleNamespace(next=next_pairs, close=lambda: None)
+    return SimpleNamespace(next=batches().__next__, close=lambda: None)
 
 
 def finetune(args: argparse.Namespace) -> dict:

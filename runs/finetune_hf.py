@@ -821,17 +821,15 @@ def make_config(argv: list[str]) -> Config:
     return check_settings(Config, settings | {"data": source})
 
 
-def start(argv: list[str]) -> dict:
-    """Trains by the flags. Returns the result. Raises: RunError"""
-    try:
-        return train(make_config(argv or ["--help"]))
-    except torch.OutOfMemoryError as error:
-        advice = "lower --micro-packs, or use --recompute"
-        raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
-
-
 def main(argv: list[str]) -> int:
-    return run_command(lambda: start(argv))
+    def work() -> dict:
+        try:
+            return train(make_config(argv or ["--help"]))
+        except torch.OutOfMemoryError as error:
+            advice = "lower --micro-packs, or use --recompute"
+            raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

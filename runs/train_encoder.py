@@ -6,14 +6,12 @@
 
 It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and predicts them from
 both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers, width 768, that of arXiv 2502.19587).
-Flags set every number; --help lists them. With --resume all of them are those that the run began with.
 
-Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is that of EuroBERT in
-transformers (RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no
-code of its own. runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
+Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is EuroBERT of transformers
+(RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no code of its own.
+runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
 
-Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V
-vocabulary, L layers, P packs, N texts.
+Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
 """
 
 import argparse
@@ -323,10 +321,7 @@ class MaskedPacks(script.PackLoader):
         """This rank's packs. Every rank reads and masks all of them."""
         whole = super().batch(step)
         masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
-        share = len(masked.tokens) // self.sharing.world
-        own = slice(self.sharing.rank * share, (self.sharing.rank + 1) * share)
-        names = ("tokens", "targets", "positions", "ends")
-        return dataclasses.replace(masked, **{name: getattr(masked, name)[own] for name in names})
+        return script.share_of_rank(masked, 1, self.sharing)
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
@@ -351,7 +346,7 @@ def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
     share = max(1, config.packs // ranks.world)
     most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
-    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
+    return script.largest_divisor(share, most)
 
 
 def build_state(config: Config, ranks, say: Callable = print):

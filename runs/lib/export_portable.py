@@ -215,7 +215,10 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         part.unlink(missing_ok=True)
     is_chat = vocabulary.end != vocabulary.bos
     print(f"wrote {path}: {kind}, {path.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
-    print(how_to_run(path, fields["max_position_embeddings"], is_chat))
+    context = fields["max_position_embeddings"]
+    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
+    print(HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt), end="")
+    print(CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}")
 
 
 def add_shape(writer, fields: dict) -> None:
@@ -274,10 +277,3 @@ PARAMETER stop <|assistant_end|>
 TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
 
 {{ end }}{{ .Prompt }}<|user_end|><|assistant_start|>{{ .Response }}<|assistant_end|>"""'''
-
-
-def how_to_run(path: Path, context: int, is_chat: bool) -> str:
-    """Commands for llama.cpp, and a Modelfile for ollama."""
-    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
-    modelfile = CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}"
-    return HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt) + modelfile
