@@ -407,19 +407,6 @@ def test_bm25_by_hand():
     assert unknown == pytest.approx([0, 0])
 
 
-def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
-    """Queries with several answers, and negatives among the documents."""
-    rows = [{"query": "q", "positive": "a", "negatives": ["n"]}, {"query": "q", "positive": "b"},
-            {"query": "r", "positive": "c"}]  # fmt: skip
-    data = ft.read_pairs(write_jsonl(tmp_path / "p.jsonl", rows), 1)
-    table = {"q": [1, 0], "r": [0, 1], "a": [0.9, 0], "b": [0.5, 0], "n": [0.7, 0], "c": [0, 0.9]}
-    embeddings = torch.tensor([table[text] for text in data.texts], dtype=torch.float32)
-    monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
-    ideal = 1 + 1 / math.log2(3)
-    expected = {"ndcg@10": ((1 + 1 / 2) / ideal + 1) / 2, "recall@10": 1.0}
-    assert ft.retrieval_scores(None, data) == pytest.approx(expected)
-
-
 # ---- contrast
 
 
