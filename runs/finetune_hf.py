@@ -160,8 +160,9 @@ class Run:
     ranks: train_small.Ranks
     log: train_small.Log
     tokenizer: Any
-    train: "Packs"
-    val: "Packs"
+    train: datasets.Dataset  # packs
+    val: datasets.Dataset
+    counts: dict[str, np.ndarray]  # of each training pack
     model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int
@@ -183,15 +184,16 @@ def train(config: Config) -> dict:
     check_documents(model)
     optimizer = build_optimizer(model, config)
 
-    count = len(packs.rows)
+    count = len(packs)
     total = config.steps * config.packs if config.steps else max(1, round(config.epochs * count))
     steps = math.ceil(total / config.packs)  # the last one may have fewer packs
     epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
-    origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
-    longest = max(int(np.max(row)) for part in (packs, val) for row in part.rows["lengths"])
+    origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
+    longest = max(int(np.max(row)) for part in (packs, val) for row in part["lengths"])
     order = np.hstack(orders)[:total]
-    run = Run(config, ranks, log, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
+    counts = {name: np.asarray(packs[name]) for name in COUNTS}
+    run = Run(config, ranks, log, tokenizer, packs, val, counts, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
 
@@ -229,7 +231,7 @@ def train_step(run: Run) -> None:
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
     start = progress.step * config.packs
     rows = run.order[start : start + config.packs]
-    counted = run.train.total("counted", rows)
+    counted = int(run.counts["counted"][rows].sum())  # on all ranks, without asking each other
     batches = run.ahead or list(micro_batches(run, run.train, rows))
 
     run.model.train()
@@ -256,10 +258,11 @@ def train_step(run: Run) -> None:
 
     seconds = time.perf_counter() - began
     progress.step += 1
-    progress.tokens += run.train.total("tokens", rows)
+    tokens = int(run.counts["tokens"][rows].sum())
+    progress.tokens += tokens
     progress.train_seconds += seconds
     progress.val_loss = math.inf
-    log_step(run, sum(run.ranks.gather(total.item())), norm, seconds, rows)
+    log_step(run, sum(run.ranks.gather(total.item())), norm, tokens / seconds)
 
 
 def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
@@ -282,8 +285,8 @@ def evaluate(run: Run) -> None:
     """Loss over all packs of the validation data, in nats for each counted token."""
     progress = run.progress
     run.model.eval()
-    rows = np.arange(len(run.val.rows))
-    counted = run.val.total("counted", rows)
+    rows = np.arange(len(run.val))
+    counted = int(np.sum(run.val["counted"]))
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
@@ -325,7 +328,7 @@ def load_tokenizer(config: Config):
     return tokenizer
 
 
-def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
+def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Training and validation packs. One process of each machine makes them, the others read its cache."""
     is_first = dist.get_node_local_rank(fallback_rank=0) == 0
     patient = dist.new_group(timeout=timedelta(hours=24), backend="gloo")  # tokenizing takes long
@@ -349,7 +352,7 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
     return train_packs, val_packs
 
 
-def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> "Packs":
+def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """Tokens of all rows, then packs of them; both come from the cache where it has them."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
     with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
@@ -362,11 +365,11 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
         raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
-    counts = {name: np.asarray(packed[name]) for name in COUNTS}
-    documents, tokens, counted = (f"{counts[name].sum():,}" for name in COUNTS)
-    found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
-    say(f"data: {found}, {tokens} tokens, {counted} of them counted")
-    return Packs(packed.with_format("numpy"), counts)
+    packs = packed.with_format("numpy")
+    documents, tokens, counted = (np.sum(packs[name]) for name in COUNTS)
+    found = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
+    say(f"data: {found}, {tokens:,} tokens, {counted:,} of them counted")
+    return packs
 
 
 def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list):
@@ -454,24 +457,13 @@ def filling(tokens: int, longest: int) -> list[int]:
     return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
-@dataclass
-class Packs:
-    """Packs of one split. All ranks know what a step counts without asking each other."""
-
-    rows: datasets.Dataset
-    counts: dict[str, np.ndarray]  # for each row
-
-    def total(self, name: str, rows: np.ndarray) -> int:
-        return int(self.counts[name][rows].sum())
-
-
-def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
+def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterator[dict]:
     """This rank's share of some packs. All ranks get the same number of micro-batches, all of one shape."""
     world = run.ranks.world
     mine = rows[run.ranks.rank :: world]
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
-        found = [packs.rows[int(row)] for row in mine[start : start + size]]
+        found = [packs[int(row)] for row in mine[start : start + size]]
         yield collate(found, size, run.config.sequence_length, run.longest, run.model.device)
 
 
@@ -695,7 +687,7 @@ def export(run: Run) -> None:
         if run.config.lora_rank:
             hf, state = merge(run.config, state)
         hf.config.dtype = dtype
-        labels = run.train.rows[0]["labels"]
+        labels = run.train[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
         if last in run.tokenizer.added_tokens_decoder:
             hf.generation_config.eos_token_id = last
@@ -721,7 +713,7 @@ def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str
 
 def sample_text(run: Run) -> str:
     """The beginning of a held-out document, continued greedily by 64 tokens. All ranks compute it."""
-    row = run.val.rows[0]
+    row = run.val[0]
     start = int(np.argmax(row["labels"] != IGNORED))  # of the first answer
     start = start if run.config.command == "sft" else min(16, int(row["lengths"][0]) // 2)
     tokens = row["input_ids"][:start].tolist()
@@ -730,17 +722,16 @@ def sample_text(run: Run) -> str:
     return run.tokenizer.decode(tokens)
 
 
-def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
-    """Loss, speed and memory of a step on some packs. Padding counts as no work."""
+def log_step(run: Run, loss: float, norm: float, speed: float) -> None:
+    """Loss, speed and memory of a step. Padding counts as no work."""
     progress = run.progress
-    tokens = run.train.total("tokens", rows)
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
-    entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / seconds, "eta_seconds": eta}
+    entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": speed, "eta_seconds": eta}
     entry["memory_gib"] = train_small.peak_memory_gib(run.ranks.device)
-    speed = f"{tokens / seconds:,.0f} tokens/s, {entry['memory_gib']:.1f} GiB"
+    used = f"{speed:,.0f} tokens/s, {entry['memory_gib']:.1f} GiB"
     left = f"{timedelta(seconds=round(eta))} left"
-    run.log.say(f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, {speed}, {left}")
+    run.log.say(f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, {used}, {left}")
     run.log.write(entry)
 
 

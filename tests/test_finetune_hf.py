@@ -303,7 +303,7 @@ def test_cache_serves_the_next_run(folder, monkeypatch):
         calls.clear()
         config = one_config(sequence_length=length)
         packs = ft.make_packs(config, byte_tokenizer(template), rows, "messages")
-        assert max(packs.counts["tokens"]) <= length
+        assert max(packs["tokens"]) <= length
         return list(calls)
 
     template = TEMPLATE.read_text() + "{# another cache than that of other tests #}"
