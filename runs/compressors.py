@@ -2,9 +2,8 @@
 
     python runs/compressors.py out/quickstart
 
-The text is exactly what the run evaluated: the bytes of all validation targets that carry bytes, one document after
-the other. The table is printed and added to the run's report.md. This executes the training script that lies in the
-run directory.
+The text is exactly what the run evaluated: the bytes of all validation targets, document by document. The table is
+printed and added to the run's report.md. This executes the training script in the run directory.
 """
 
 import argparse
@@ -32,7 +31,7 @@ def text_of(tokenizer, ids: np.ndarray) -> bytes:
 
 
 def training_text(dataset, tokens: int) -> bytes:
-    """The text of the first `tokens` training tokens, which a run of one epoch has read."""
+    """The text of the first `tokens` training tokens: what a run of one epoch has read."""
     parts = []
     for path in dataset.files("train"):
         ids = dataset.read(path)[:tokens].astype(np.int64)

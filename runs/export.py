@@ -3,16 +3,14 @@
     python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
-    python runs/export.py FOLDER --gguf my-model.gguf       of an export of runs/portable.args, finetuned elsewhere
+    python runs/export.py FOLDER --gguf my-model.gguf       for an export of runs/portable.args, finetuned elsewhere
 
-It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
-tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
-the script's) and README.md with results and commands. Exporting needs no transformers. `hf upload OWNER/NAME
-export/my-model` sends the folder to the hub.
+The folder holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json with the
+chat template, the model's code (export_model.py, whose logits equal the script's) and README.md with results and
+commands. `hf upload OWNER/NAME export/my-model` sends it to the hub. A run of runs/portable.args becomes a
+Qwen3ForCausalLM, which needs no code of its own; only such a run can become a GGUF file.
 
-A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
-
-This executes the training script that lies in the run directory.
+This executes the training script in the run directory.
 """
 
 import argparse
@@ -47,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def from_here(path: Path, otherwise: str) -> str:
-    """A path below this folder, for commands; of another one the card would tell where it is on this computer."""
+    """A path relative to this folder, for commands; `otherwise` if it lies elsewhere, as cards name no local paths."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else otherwise
 
@@ -101,8 +99,7 @@ def describe_model(model) -> dict:
         "tie_word_embeddings": getattr(c, "tied", True),
         "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
-        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
-        # the form that other tools know from other models.
+        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2, the usual form.
         "final_logit_softcapping": high / 2,
         "logit_scale": high / (4 * slope),
         "logit_bias": shift,
@@ -111,7 +108,7 @@ def describe_model(model) -> dict:
 
 
 def layer_scalars(model, layer: int) -> dict[str, Tensor]:
-    """The learned scalars of a layer that no matrix takes in, from rows of the script's table."""
+    """The learned scalars of a layer that cannot be folded into a matrix."""
     c = model.config
     is_medium = hasattr(model, "residual")
     found = {}
@@ -132,8 +129,7 @@ def layer_scalars(model, layer: int) -> dict[str, Tensor]:
 def convert_weights(model) -> dict[str, Tensor]:
     """The weights by the names of export_model.py, fp32.
 
-    Scalars that multiply a matrix are folded into it by layer_weights(). Rows that only pad the
-    vocabulary are left out.
+    layer_weights() folds scalars into the matrices that they multiply. Padding rows of the vocabulary are dropped.
     """
     c = model.config
     V = c.vocab_size
@@ -180,7 +176,7 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:
-        raise RunError(f"{path} cannot be written ({error}); make room, remove {path.parent} and try again") from None
+        raise RunError(f"cannot write {path} ({error}); make room, remove {path.parent} and try again") from None
     shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it
 
 
@@ -188,10 +184,7 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Merges in the order in which they apply.
-
-    Ranks allow any pair that spells a token, so all pairs of a token are listed, one after the other.
-    """
+    """Merges in order of priority. Any pair that spells a token may form it, so all pairs of a token are listed."""
     index = {token: rank for rank, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -226,10 +219,10 @@ def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int]
 
 
 def training_data(dataset: Path, is_chat: bool) -> str:
-    """What the sources of a dataset are called, if it still lies on this computer."""
+    """Names of the sources of a dataset, if it is still on this computer."""
     path = dataset / "dataset.json"
     if not path.is_file():
-        return "not stated; the dataset was not there when the model was exported"
+        return "not stated; the dataset was missing when the model was exported"
     description = json.loads(path.read_text(encoding="utf-8"))
     conversations = description.get("sft", {}).get("sources", []) if is_chat else []
     return ", ".join([*description["sources"], *conversations])
@@ -277,7 +270,7 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
-    """tokenizer.json and tokenizer_config.json, which holds `more` and the chat template, also of a base model."""
+    """Writes tokenizer.json and tokenizer_config.json, with `more` and the chat template (for base models too)."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -320,7 +313,7 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
     end = ASSISTANT_END if is_chat else bos
-    # Padding is never the end: a collator would not teach it. The loss never counts <|output_end|>.
+    # Padding differs from the end, which collators would not teach otherwise. The loss never counts <|output_end|>.
     pad = "<|output_end|>" if end == bos and "<|output_end|>" in specials else bos
     template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
     return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
@@ -352,7 +345,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
-    """The repository. The weights come last, so that an unfinished folder does not load."""
+    """Writes the repository, weights last, so that an unfinished folder does not load."""
     bos, end, pad = (vocabulary.specials[text] for text in (vocabulary.bos, vocabulary.end, vocabulary.pad))
     ids = {"bos_token_id": bos, "eos_token_id": sorted({bos, end}), "pad_token_id": pad}
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}

@@ -4,10 +4,9 @@
     AutoModel.from_pretrained("out/embed_hf")              # in Python; AutoModelForMaskedLM likewise
     SentenceTransformer("out/embed_hf").encode(texts)      # the embeddings of runs/finetune_encoder.py
 
-It writes model.safetensors and config.json of a EuroBERT (transformers has the code), tokenizer.json
-(for the `tokenizers` library) with one more token, the mask, and what sentence-transformers reads. It
-needs neither of these packages. dev/check_encoder.py compares the embeddings. They are equal but for
-texts that spell a special token, such as <|bos|>: to transformers that is the token, here it is text.
+The folder holds a EuroBERT, whose code is in transformers, a tokenizer with the mask as an additional token, and the
+settings of sentence-transformers. dev/check_encoder.py compares the embeddings. They are equal, except for texts that
+spell a special token such as <|bos|>: transformers takes that for the token, this project for text.
 """
 
 import argparse

@@ -5,15 +5,15 @@
     python runs/finetune_hf.py sft @runs/sft_qwen.toml --lora-rank 16 --lr 2e-4
     python runs/finetune_hf.py --resume --run-dir out/RUN
 
-`sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
-files (@FILE or @ FILE) and from flags, and the last one counts. --help lists them. It needs requirements-hf.txt.
+`sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
+files (@FILE or @ FILE) and flags; the last one wins. It needs requirements-hf.txt.
 
-A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
-is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
+Documents are packed: positions restart at 0 in each, and no token sees another document. The loss is the mean over all
+counted tokens of a step, over all ranks and micro-batches.
 
 The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and model/
-of save_pretrained: talk to it with runs/chat.py. With --lora-rank, adapter/ has the adapters, and in model/ they are
-merged into the weights. The last line on stdout is one JSON object with the result.
+for from_pretrained and runs/chat.py. With --lora-rank, adapter/ holds the adapters and model/ has them merged. The last
+line on stdout is one JSON object with the result.
 """
 
 import argparse
@@ -45,9 +45,9 @@ COUNTS = ("documents", "tokens", "counted")  # what is known of it
 
 
 class Source(BaseModel, extra="forbid"):
-    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so that none is logged."""
+    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so they are never logged."""
 
-    path: str = Field(description="a dataset of the hub, or json, parquet, text")
+    path: str = Field(description="a dataset on the hub, or json, parquet, text")
     name: str | None = Field(None, description="configuration of the dataset")
     data_dir: str | None = Field(None, description="folder of the dataset")
     data_files: str | list[str] | None = Field(None, description="files or patterns")
@@ -61,24 +61,24 @@ class Config(BaseModel, extra="forbid"):
     command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
     model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
-    run_dir: Path = Field(description="where the run is written")
+    run_dir: Path = Field(description="run directory to write")
     resume: bool = Field(False, description="continue the run in --run-dir")
     data: Source
-    val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
+    val_rows: int = Field(200, ge=1, description="rows held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
-    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
+    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, and in the longest document")
     workers: int = Field(1, ge=1, description="processes that tokenize and pack")
-    packs: int = Field(32, ge=1, description="packs in a step, over all ranks")
-    micro_packs: int = Field(4, ge=1, description="packs that one GPU takes at once")
+    packs: int = Field(32, ge=1, description="packs per step, over all ranks")
+    micro_packs: int = Field(4, ge=1, description="packs in a micro-batch of one GPU")
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
     steps: int | None = Field(None, ge=1, description="optimizer steps")
     seed: int = Field(0, ge=0, description="of the order of packs")
-    lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW; it ends at a tenth")
-    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
+    lr: float = Field(1e-5, gt=0, description="peak learning rate of AdamW; decays to a tenth")
+    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps used for warm-up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     lora_rank: int | None = Field(None, ge=1, description="train only LoRA adapters, of this rank")
-    attention: str | None = Field(None, description="of transformers, or varlen, torch's own; default: varlen or sdpa")
+    attention: str | None = Field(None, description="of transformers, or torch's varlen; default: varlen or sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
@@ -86,7 +86,7 @@ class Config(BaseModel, extra="forbid"):
 
 
 class ReadFile(argparse.Action):
-    """Takes the settings of a TOML file, or those of a run from its config.json."""
+    """Reads settings from a TOML file, or those of a run from its config.json."""
 
     def __call__(self, parser, namespace, file, flag=None):
         with explain(f"{file} cannot be read", "correct its name or that line"):
@@ -98,7 +98,7 @@ class ReadFile(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A flag for each setting. What is not given is not in the result."""
+    """A flag for each setting. Flags that are not given are not in the result."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
         description=__doc__,
@@ -192,7 +192,7 @@ def train(config: Config) -> dict:
     origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
     longest = max(int(np.max(row)) for part in (packs, val) for row in part["lengths"])
     order = np.hstack(orders)[:total]
-    counts = {name: np.asarray(packs[name]) for name in COUNTS}
+    counts = {name: packs[name][:] for name in COUNTS}
     run = Run(config, ranks, log, tokenizer, packs, val, counts, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
@@ -220,7 +220,7 @@ def run_steps(run: Run) -> None:
         if due or stop:
             save(run)
         if stop and not last:
-            raise RunError(f"stopped at step {progress.step:,}, which is saved; use --resume")
+            raise RunError(f"stopped and saved at step {progress.step:,}; continue with --resume")
 
 
 def train_step(run: Run) -> None:
@@ -254,7 +254,7 @@ def train_step(run: Run) -> None:
     run.optimizer.zero_grad()
     norm = norm.item()  # waits for the GPU
     if not math.isfinite(norm):
-        raise RunError(f"the gradient became {norm}; lower --lr, with --resume if it saved")
+        raise RunError(f"the gradient became {norm}; lower --lr, and --resume if there is a checkpoint")
 
     seconds = time.perf_counter() - began
     progress.step += 1
@@ -286,7 +286,7 @@ def evaluate(run: Run) -> None:
     progress = run.progress
     run.model.eval()
     rows = np.arange(len(run.val))
-    counted = int(np.sum(run.val["counted"]))
+    counted = int(run.val["counted"][:].sum())
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
@@ -303,7 +303,7 @@ def load_description(config: Config):
     """The model's config.json. Raises: RunError if there is none, or if packs are longer than the model's context"""
     name = config.model_name
     if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise RunError(f"--model-name {name} is no folder; give one of save_pretrained, or a name on the hub")
+        raise RunError(f"--model-name {name} does not exist; give a folder of save_pretrained, or a name on the hub")
     with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
         description = AutoConfig.from_pretrained(name, trust_remote_code=False)
     longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
@@ -329,7 +329,7 @@ def load_tokenizer(config: Config):
 
 
 def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Training and validation packs. One process of each machine makes them, the others read its cache."""
+    """Training and validation packs. One process per machine makes them; the others read its cache."""
     is_first = dist.get_node_local_rank(fallback_rank=0) == 0
     patient = dist.new_group(timeout=timedelta(hours=24), backend="gloo")  # tokenizing takes long
     if not is_first:
@@ -342,7 +342,7 @@ def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dat
     column = config.column or {"sft": "messages", "pretrain": "text"}[config.command]
     if column not in rows.column_names:
         raise RunError(f"no column {column} in {rows.column_names}; name one with --column")
-    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too much", "lower it"):
+    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too many", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
     val_packs = make_packs(config, tokenizer, parts["test"], column)
@@ -353,7 +353,7 @@ def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dat
 
 
 def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Tokens of all rows, then packs of them; both come from the cache where it has them."""
+    """Tokenizes and packs rows; both results are cached."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
     with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
         identity = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template, column]
@@ -364,16 +364,16 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     identity = [arguments, config.workers]  # each worker packs a part of the rows
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
-        raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
+        raise RunError(f"none of the {len(rows):,} rows fits; check --sequence-length")
     packs = packed.with_format("numpy")
-    documents, tokens, counted = (np.sum(packs[name]) for name in COUNTS)
+    documents, tokens, counted = (packs[name][:].sum() for name in COUNTS)
     found = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
     say(f"data: {found}, {tokens:,} tokens, {counted:,} of them counted")
     return packs
 
 
 def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list):
-    """rows.map, cached by the data, the function's text and identity. Its own hash changes as a tokenizer is used."""
+    """rows.map, cached by data, source and identity: the default hash changes whenever a tokenizer is used."""
     return rows.map(
         function,
         batched=True,
@@ -387,9 +387,9 @@ def cached_map(config: Config, rows, function: Callable, arguments: dict, identi
 
 
 def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
-    """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
+    """Each text with the tokenizer's BOS, if any, and EOS. Every token counts."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    with explain(f"column {column} has a row that is no text", "drop such rows"):
+    with explain(f"column {column} has a row without text", "drop such rows"):
         rows = tokenizer(batch[column], verbose=False)["input_ids"]
     rows = [row if row[-1:] == end else row + end for row in rows]
     return {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
@@ -410,17 +410,17 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
 
 
 def present(value):
-    """A value without the nulls of Arrow, which gives every dict the keys of all others in its column."""
+    """A value without the nulls of Arrow, which gives every dict of a column the keys of all the others."""
     if isinstance(value, dict):
         return {k: present(v) for k, v in value.items() if v is not None}
     return [present(v) for v in value] if isinstance(value, list) else value
 
 
 def pack(batch: dict, length: int, cut: bool) -> dict:
-    """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
+    """Packs documents by best fit, the longest first.
 
-    One that is too long is cut into parts that share a token, so that no target is lost, or else left out. So is one
-    that counts nothing. The model shifts labels itself, so the label of a document's first token is ignored.
+    Documents that are too long are cut into parts that share a token, so no target is lost, or else dropped; so are
+    those without counted tokens. The model shifts labels itself, so the label of a document's first token is ignored.
     """
     documents = []
     for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
@@ -453,7 +453,7 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
 
 
 def filling(tokens: int, longest: int) -> list[int]:
-    """Lengths of documents that padding is cut into, because attention costs time for the longest one."""
+    """Lengths of the documents that padding is split into: attention takes as long as the longest one needs."""
     return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
@@ -468,7 +468,7 @@ def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterat
 
 
 def collate(rows: list[dict], size: int, length: int, longest: int, device: torch.device) -> dict:
-    """Arguments of the model: packs one behind the other, and empty ones where rows are missing."""
+    """Arguments of the model: the packs in one sequence, filled up with empty ones to `size`."""
     empty = {"input_ids": np.zeros(length, np.int64), "labels": np.full(length, IGNORED)}
     empty["lengths"] = filling(length, longest)
     rows = rows + [empty] * (size - len(rows))
@@ -490,7 +490,7 @@ def collate(rows: list[dict], size: int, length: int, longest: int, device: torc
 def build_model(config: Config, description, device: torch.device) -> nn.Module:
     """Loads the model and applies, in this order: kernels, recomputation, compilation, FSDP.
 
-    What is trained is fp32. What LoRA freezes stays in the type it came in.
+    Trained weights are fp32. Weights frozen by LoRA keep their dtype.
     """
     own_dtype = description.dtype or torch.float32
     dtype = own_dtype if config.lora_rank else torch.float32
@@ -526,17 +526,17 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
 
 
 def lora_config(rank: int):
-    """Adapters at all matrices but the head, with PEFT's usual scale."""
+    """Adapters on all matrices except the head, with PEFT's usual scale."""
     return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained: all, or with LoRA the adapters."""
+    """The trained parameters: all, or the adapters with LoRA."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def apply_liger(hf) -> dict:
-    """Liger's fused cross-entropy where it knows the model, and its arguments. Of layers, the compiler fuses more."""
+    """Applies Liger's fused cross-entropy if it knows the model; returns its arguments. torch compiles the layers."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
@@ -551,7 +551,7 @@ def apply_liger(hf) -> dict:
 
 
 def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **others):
-    """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
+    """torch's attention for packed documents, with the signature that transformers calls. No dropout."""
     if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise RunError(f"varlen attention does not fit {type(module).__name__}; use --attention sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -563,11 +563,11 @@ def varlen_attention(module, query, key, value, mask, scaling=None, sliding_wind
 
 
 def check_documents(hf) -> None:
-    """Raises RunError if a document gives something else behind others than in front of them."""
+    """Raises RunError if a document's logits depend on the documents before it in the pack."""
     first, _, last = logits_of(hf, [*range(16), *range(16, 0, -1), *range(16)], [16] * 3).split(16)
     error = (first - last).norm() / first.norm()
     if not error < (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
-        raise RunError(f"{hf.config.model_type} models mix the documents of a pack; take another")
+        raise RunError(f"{hf.config.model_type} models mix the documents of a pack; use another model")
 
 
 @torch.no_grad()
@@ -583,13 +583,13 @@ def logits_of(hf, tokens: list[int], lengths: list[int], **options) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights behind a forward; only a backward pass does that by itself."""
+    """Frees the gathered weights after a forward pass; only a backward pass does so by itself."""
     for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
         module.reshard()
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW, decay on matrices alone. Moments start at zero, so that they can be loaded."""
+    """AdamW with decay on matrices only. Moments exist from the start, so that a checkpoint can be loaded into them."""
     trained = [*trainable(model).values()]
     lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head is among them
     matrices = {p for p in trained if p.ndim > 1} - lookups
@@ -616,7 +616,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 
 def save(run: Run) -> None:
-    """A checkpoint in safetensors files, one for each rank. It gets its name when it is complete."""
+    """Saves a checkpoint in safetensors files, one per rank. It gets its name once it is complete."""
     folder = run.config.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
     unfinished = folder.with_suffix(".tmp")
     if run.ranks.is_main:
@@ -640,7 +640,7 @@ def save(run: Run) -> None:
 
 
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
-    """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
+    """The newest undamaged checkpoint of a run and its state.json; says which ones it skips."""
     for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
             return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
@@ -666,10 +666,10 @@ def load_newest(run: Run) -> None:
     folder = run.config.run_dir
     found = run.ranks.gather(newest_whole(folder) if run.ranks.is_main else None)[0]
     if not found:
-        raise RunError(f"{folder} holds no whole checkpoint; start it again without --resume")
+        raise RunError(f"{folder} has no undamaged checkpoint; start again without --resume")
     newest, state = found
     if state["origin"] != run.origin:
-        raise RunError(f"{folder} has other data, model, length, packs, workers or seed; see config.json")
+        raise RunError(f"{folder} was started with other data, model, length, packs, workers or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():
@@ -678,7 +678,7 @@ def load_newest(run: Run) -> None:
 
 
 def export(run: Run) -> None:
-    """Writes model/, which from_pretrained reads, in the type the weights came in."""
+    """Writes model/ for from_pretrained, in the original dtype of the weights."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(run.model, options=options)  # on rank 0
     if run.ranks.is_main:
@@ -701,7 +701,7 @@ def export(run: Run) -> None:
 
 
 def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model with the adapters of a state merged into its weights, and its own state."""
+    """Saves the adapters of a state; returns the model with them merged, and its state."""
     model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32, trust_remote_code=False)
     model = peft.get_peft_model(model, lora_config(config.lora_rank))
     model.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in state.items()})
@@ -757,7 +757,7 @@ def finish(run: Run) -> dict:
 
 
 def start_ranks() -> train_small.Ranks:
-    """Joins the processes of torchrun; one process alone is a group too."""
+    """Joins the processes of torchrun; a single process forms a group of its own."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -770,7 +770,7 @@ def start_ranks() -> train_small.Ranks:
 
 
 def prepare_run_dir(config: Config, ranks: train_small.Ranks) -> train_small.Log:
-    """The run directory with config.json and this script. One that has saved nothing may start anew."""
+    """Makes the run directory with config.json and this script; one without a checkpoint may be started again."""
     folder = config.run_dir
     if not config.resume and (train_small.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
@@ -796,7 +796,7 @@ def explain(what: str, advice: str) -> Iterator[None]:
 
 
 def make_config(argv: list[str]) -> Config:
-    """The settings, checked; the last one counts. With --resume those of the run come first."""
+    """The checked settings; the last one wins. With --resume those of the run come first."""
     flags = []
     for flag in argv:
         flag = re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), flag)

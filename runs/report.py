@@ -3,9 +3,9 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
-after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
-A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
+Every training run ends with a report. It can be written again at any time, even during a run. Samples come from the
+newest checkpoint: continuations of three held-out documents after pretraining, answers to three questions after
+finetuning. After reinforcement learning the report shows answers to held-out questions before and after, from the log.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def latest(entries: list[dict]) -> dict:
 
 
 def metric_rows(entries: list[dict], result: dict) -> dict:
-    """The metrics of a run. What is 0 was not measured, like the MFU of an unknown device."""
+    """The metrics of a run, without those that were not measured (0), such as the MFU of an unknown device."""
     rows = {}
     for name, (label, form) in METRICS.items():
         if result.get(name):
@@ -160,7 +160,7 @@ def plotted(entries: list[dict]) -> list[str]:
 
 
 def smooth_rewards(entries: list[dict]) -> list[dict]:
-    """Further entries with the mean reward of the last steps, for all but the first few."""
+    """More entries, with the mean reward of the last SMOOTHED steps."""
     found = [entry for entry in entries if "reward" in entry]
     spans = [found[i : i + SMOOTHED] for i in range(len(found) - SMOOTHED + 1)]
     return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
@@ -192,7 +192,7 @@ def plot_curves(entries: list[dict], title: str):
 
 
 def held_out_prompts(run) -> list[list[int]]:
-    """Ids of the first words of three held-out documents; of PROMPTS where the dataset is away."""
+    """Ids of the first words of three held-out documents, or of PROMPTS if the dataset is missing."""
     try:
         dataset = run.script.Dataset.open(run.config.data)
         documents = run.script.validation_documents(dataset, run.config)
@@ -218,7 +218,7 @@ def sample_texts(run, command: str) -> list[str]:
     if command == "finetune":
         answers = map(run.tokenizer.decode, found)
         return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
-    # Together, because a character may begin in the prompt and end behind it.
+    # Decoded together, as a character may begin in the prompt and end after it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
 
 
@@ -255,7 +255,7 @@ def score_table(before: dict, after: dict) -> str:
 def answer_table(before: dict, after: dict) -> str:
     """Greedy answers to the first held-out questions in two evaluations."""
     rows = []
-    # More ranks than before may have left fewer to the first one.
+    # With more ranks than before, the first one may have had fewer questions.
     for a, b in zip(before["answers"], after["answers"], strict=False):
         first, last = (f"{entry['reward']:.2f}" for entry in (a, b))
         rows.append((cell(a["question"]), cell(a["expected"]), cell(a["answer"]), first, cell(b["answer"]), last))
@@ -272,7 +272,7 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         entries = read_log(run_dir)
     except FileNotFoundError as error:
-        raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
+        raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
     rows = table_rows(description, entries, result)

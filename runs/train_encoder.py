@@ -4,12 +4,10 @@
     python runs/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/train_encoder.py --data data/shards/mine
 
-It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and predicts them from
-both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers, width 768, that of arXiv 2502.19587).
-
-Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is EuroBERT of transformers
-(RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no code of its own.
-runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
+It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides. --size is small (12
+layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587). Loop, loader, optimizer, log and
+checkpoints are those of train_small.py. The architecture is EuroBERT's (pre-norm, rotary positions, SwiGLU, no
+biases), which transformers knows. runs/finetune_encoder.py finetunes it for retrieval, runs/export_encoder.py exports.
 
 Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
 """
@@ -37,24 +35,24 @@ CE_ROWS = 8192  # rows of logits that exist at the same time
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run; what has a description is a flag. Unknown names are passed over."""
+    """Every number of a run; fields with a description are flags. Unknown names are ignored."""
 
-    num_layers: int = Field(12, description="in place of that of --size")
+    num_layers: int = Field(12, description="overrides --size")
     width: int = Field(768, description="of the hidden states")
-    # 5 % faster than 64 on an H200, the same loss.
+    # Faster than 64, with the same loss.
     head_dim: int = Field(128, description="width of an attention head")
     mlp_width: int = Field(2048, description="hidden width of the SwiGLU")
-    max_seq_len: int = Field(1024, description="longest document; the rest is another one")
+    max_seq_len: int = Field(1024, description="longest document; longer ones are split")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
     data: str = Field("data/shards/climbmix", description="dataset directory")
-    mask_rate: float = Field(0.2, description="share of the tokens that are masked")
+    mask_rate: float = Field(0.2, description="share of tokens to mask")
     pack_tokens: int = Field(8192, description="tokens in a pack of documents")
-    # Attention looks at as many, whether there are or not.
-    pack_docs: int = Field(64, description="most documents in a pack")
-    packs: int = Field(16, description="packs in a step, over all GPUs")
-    max_epochs: int = Field(1, description="passes over the text that are allowed")
+    # Attention costs time for this many, present or not.
+    pack_docs: int = Field(64, description="documents in a pack, at most")
+    packs: int = Field(16, description="packs per step, over all GPUs")
+    max_epochs: int = Field(1, description="passes over the text, at most")
     val_tokens: int = Field(1_048_576, description="held-out tokens to score")
 
     steps: int = Field(2600, description="length of the run")
@@ -76,7 +74,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto, bfloat16 or float32")
     compile: bool = True
 
-    # No fields: what train_small.py asks of its own Config.
+    # Not fields: train_small.py reads them from its own Config.
     wandb = ""
     average = 0.0
     bigram_rows = 0
@@ -215,7 +213,7 @@ class Encoder(nn.Module):
             v = F.linear(a, vo[2 * layer]).view(-1, c.num_heads, c.head_dim)
             x = x + F.linear(attend(q, k, v).reshape(x.shape), vo[2 * layer + 1])
 
-            # Two products: one for both would write their gradients side by side first, 2 % of a step.
+            # Two products: one for both would first copy their gradients side by side.
             gate, up, down = mlp[layer].unbind(0)
             a = norm(x)
             x = x + (F.silu(F.linear(a, gate)) * F.linear(a, up)) @ down
@@ -285,9 +283,7 @@ ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
-    """A Batch with tokens masked, and targets where they are.
-
-    In every pack the same share of the text tokens becomes the mask token.
+    """A Batch with the same share of text tokens masked in every pack, and targets there.
 
     Args: is_text_V which tokens of the vocabulary may be masked; seed of this batch
     """
@@ -310,7 +306,7 @@ def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
 
 
 class MaskedPacks(script.PackLoader):
-    """The masked packs of each step. Which tokens are masked does not depend on the ranks."""
+    """The masked packs of each step; the masks are the same for any number of ranks."""
 
     def __init__(self, reader, config: Config, ranks, is_text_V: np.ndarray, first_step: int = 0):
         self.sharing = ranks
@@ -325,7 +321,7 @@ class MaskedPacks(script.PackLoader):
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
-    """Training FLOPs: 6 a matrix weight, of the head for masked tokens, 12 x width a token seen."""
+    """Training FLOPs: 6 per matrix weight (the head counts masked tokens only), 12 x width per token attended to."""
     c = config
     layer = 4 * c.width**2 + 3 * c.width * c.mlp_width
     head = c.mask_rate * c.width * c.padded_vocab
@@ -343,7 +339,7 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 
 
 def choose_packs(config: Config, ranks) -> int:
-    """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
+    """Packs in a micro-batch: the largest divisor of a rank's share that stays within the limit."""
     share = max(1, config.packs // ranks.world)
     most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
     return script.largest_divisor(share, most)
@@ -367,12 +363,12 @@ def build_state(config: Config, ranks, say: Callable = print):
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
-    """The Config and config.json of an encoder's run, which must be of a command if one is named."""
+    """The Config and config.json of an encoder run. Raises: RunError if another command made it"""
     description = script.read_description(run_dir)
     if command:
         check_command(run_dir, description, command)
     if description.get("command") not in ("train_encoder", "finetune_encoder"):
-        raise RunError(f"{run_dir} is no run of an encoder; name one that is")
+        raise RunError(f"{run_dir} is not an encoder run; name one that is")
     return Config(**description["config"]), description
 
 
@@ -396,10 +392,9 @@ def check_config(c: Config, world: int) -> None:
         raise RunError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
         found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise RunError(f"{found}; a document must fit into a pack, so change one of them")
+        raise RunError(f"{found}, but a document must fit into a pack; change one of them")
     if c.packs % world:
-        found = f"--packs {c.packs} do not divide over {world} processes"
-        raise RunError(f"{found}; use a number that does")
+        raise RunError(f"--packs {c.packs} is not a multiple of the {world} processes; use one that is")
 
 
 def make_job(config: Config, dataset):

@@ -503,7 +503,7 @@ def test_bad_masks(change, base, data, tmp_path):
 def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
-    words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
+    words = ["holds a conversation of", "the model's context is 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 

@@ -1,11 +1,11 @@
 """A run of runs/portable.args as a Qwen3ForCausalLM, in safetensors or GGUF; runs/export.py calls this.
 
-Qwen3's shape has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2,
-and two tables, one for the input and one for the output. What the script has beside them folds in exactly:
+Qwen3 has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2, and separate
+tables for input and output. What the script does differently is folded into the weights exactly:
 
-- A factor on the residual stream goes into all that was written to the stream before, as norm(a x) = norm(x).
-- The norm of the embedding goes into the input's table, which therefore is no longer the output's.
-- The attention scale goes into the gains of the queries' norm; all other gains are 1.
+- A factor on the residual stream is divided out of what is added to it later, as norm(a x) = norm(x).
+- The norm of the embedding is applied to the input table, which then differs from the output table.
+- The attention scale is put into the gains of the query norm; all other gains are 1.
 - Channels of queries and keys are reordered within each head.
 """
 
@@ -128,9 +128,9 @@ def positive(factor: float, layer: int) -> float:
 
 
 def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
-    """Rows of Q or K (D, D): the second of each rotary pair into the first half of its head, the first behind.
+    """Reorders rows of Q or K (D, D): per head, first the second channels of all rotary pairs, then the first ones.
 
-    The script turns its first quarter with the second and its third with the fourth, in the other direction.
+    The script pairs the first quarter with the second and the third with the fourth, and turns the other way.
     """
     quarters = matrix.view(heads, 4, -1, matrix.size(1))
     return quarters[:, [1, 3, 0, 2]].reshape_as(matrix)
@@ -162,7 +162,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
             raise ValueError(f"its architecture is {fields['architectures']}")
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
         advice = "merge adapters into the model first, and save model and tokenizer in one folder"
-        raise RunError(f"{folder} is no portable export that was finetuned ({error}); {advice}") from None
+        raise RunError(f"{folder} is not a finetuned portable export ({error}); {advice}") from None
 
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -175,7 +175,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
 
 
 def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, vocabulary: Vocabulary) -> None:
-    """Writes a new GGUF file, whole or not at all, and says how to run it.
+    """Writes a new GGUF file, completely or not at all, and prints how to run it.
 
     Args:   kind one of TYPES; about with name and license, for people; fields of config.json;
             tensors by the names of Qwen3ForCausalLM
