@@ -71,12 +71,6 @@ def compare(script, run_dir: Path) -> str:
     return report.table(header, "| --- | ---: |", rows) + f"\n{note}\n"
 
 
-def add_to_report(path: Path, table: str) -> None:
-    text = path.read_text(encoding="utf-8")
-    if HEADING not in text:
-        path.write_text(f"{text}\n{HEADING}\n\n{table}", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
@@ -87,8 +81,10 @@ def main() -> int:
 
         table = compare(import_script(run_dir), run_dir)
         print(table, end="")
-        if (run_dir / "report.md").is_file():
-            add_to_report(run_dir / "report.md", table)
+        report_file = run_dir / "report.md"
+        if report_file.is_file() and HEADING not in report_file.read_text(encoding="utf-8"):
+            with report_file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{HEADING}\n\n{table}")
 
     return run_command(work)
 

@@ -150,20 +150,17 @@ def convert_weights(model) -> dict[str, Tensor]:
         prefix = f"model.layers.{layer}"
         for name, value in layer_scalars(model, layer).items():
             tensors[f"{prefix}.scalars.{name}"] = value.view(1)
-        tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
-        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
+        tensors |= export_portable.name_matrices(layer, up=weights.up, down=weights.down.T)
         if weights.qkv is None:
             continue
 
-        prefix += ".self_attn"
-        for name, matrix in zip("qkv", weights.qkv.view(3, D, D), strict=True):
-            tensors[f"{prefix}.{name}_proj.weight"] = matrix
-        tensors[f"{prefix}.o_proj.weight"] = weights.o
+        q, k, v = weights.qkv.view(3, D, D)
+        tensors |= export_portable.name_matrices(layer, q=q, k=k, v=v, o=weights.o)
         if layer in c.value_embed_layers:
             index = c.value_embed_layers.index(layer)
             table = model.value_embed.view(-1, c.padded_vocab, D)[index]
-            tensors[f"{prefix}.value_embed.weight"] = table[:V]
-            tensors[f"{prefix}.value_gate.weight"] = model.value_gate[index]
+            tensors[f"{prefix}.self_attn.value_embed.weight"] = table[:V]
+            tensors[f"{prefix}.self_attn.value_gate.weight"] = model.value_gate[index]
     return tensors
 
 

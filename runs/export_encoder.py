@@ -30,7 +30,7 @@ import finetune_encoder
 import torch
 import train_encoder as encoder
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
-from lib.export_portable import sizes
+from lib.export_portable import name_matrices, sizes
 from torch import Tensor
 
 script = encoder.script
@@ -53,10 +53,7 @@ def convert_weights(model: encoder.Encoder) -> dict[str, Tensor]:
         q, k = model.qk_bank[layer].chunk(2)
         v, o = model.vo_bank[2 * layer : 2 * layer + 2]
         gate, up, down = model.mlp_bank[3 * layer : 3 * layer + 3]
-        for name, matrix in {"q": q, "k": k, "v": v, "o": o}.items():
-            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = matrix
-        for name, matrix in {"gate": gate, "up": up, "down": down.T}.items():
-            tensors[f"{prefix}.mlp.{name}_proj.weight"] = matrix
+        tensors |= name_matrices(layer, q=q, k=k, v=v, o=o, gate=gate, up=up, down=down.T)
         tensors[f"{prefix}.input_layernorm.weight"] = ones
         tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
     return tensors

@@ -215,17 +215,13 @@ class DecoderStackAttention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.cache_layer)  # keys as they are before the offset
-        if self.offsets_keys:
-            k = self.offset_keys(k, context.is_first_key)
+        if self.offsets_keys:  # the half without position becomes that of the token before
+            rotated, other = k.chunk(2, -1)
+            other = torch.where(context.is_first_key[:, None, :, None], other, before(other, 2))
+            k = torch.cat((rotated, other), -1)
         mask = context.masks[self.is_long]
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
         return self.o_proj(y.flatten(2))
-
-    def offset_keys(self, k: Tensor, is_first_key: Tensor) -> Tensor:
-        """Replaces the half of each key without position by that of the token before; k (B, H, S, K)."""
-        rotated, other = k.chunk(2, -1)
-        other = torch.where(is_first_key[:, None, :, None], other, before(other, 2))
-        return torch.cat((rotated, other), -1)
 
 
 class DecoderStackMLP(nn.Module):

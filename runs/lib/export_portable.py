@@ -99,25 +99,26 @@ def qwen_weights(model) -> dict[str, Tensor]:
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
         q, k, v = weights.qkv.view(3, D, D)
-        factor = positive(factor * model.scalars[0, layer].item(), layer)
-        tensors[f"{prefix}.input_layernorm.weight"] = ones
-        tensors[f"{prefix}.self_attn.q_proj.weight"] = reorder_channels(q, H)
-        tensors[f"{prefix}.self_attn.k_proj.weight"] = reorder_channels(k, H)
-        tensors[f"{prefix}.self_attn.v_proj.weight"] = v
-        tensors[f"{prefix}.self_attn.o_proj.weight"] = weights.o / factor
+        gate, up = weights.up.chunk(2)
+        for_attention = positive(factor * model.scalars[0, layer].item(), layer)
+        factor = positive(for_attention * model.scalars[1, layer].item(), layer)
+        tensors |= name_matrices(layer, q=reorder_channels(q, H), k=reorder_channels(k, H), v=v)
+        tensors |= name_matrices(layer, o=weights.o / for_attention, gate=gate, up=up, down=weights.down.T / factor)
         gain = c.attention_scale * math.sqrt(c.head_dim)
         tensors[f"{prefix}.self_attn.q_norm.weight"] = torch.full((c.head_dim,), gain)
         tensors[f"{prefix}.self_attn.k_norm.weight"] = torch.ones(c.head_dim)
-
-        gate, up = weights.up.chunk(2)
-        factor = positive(factor * model.scalars[1, layer].item(), layer)
+        tensors[f"{prefix}.input_layernorm.weight"] = ones
         tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
-        tensors[f"{prefix}.mlp.gate_proj.weight"] = gate
-        tensors[f"{prefix}.mlp.up_proj.weight"] = up
-        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T / factor
     tensors["model.norm.weight"] = ones
     tensors["lm_head.weight"] = model.embed[:V]
     return tensors
+
+
+def name_matrices(layer: int, **matrices: Tensor) -> dict[str, Tensor]:
+    """The matrices q, k, v, o, gate, up and down of a layer by their names in transformers."""
+    parts = {"gate": "mlp", "up": "mlp", "down": "mlp"}
+    named = {f"{parts.get(name, 'self_attn')}.{name}": matrix for name, matrix in matrices.items()}
+    return {f"model.layers.{layer}.{name}_proj.weight": matrix for name, matrix in named.items()}
 
 
 def positive(factor: float, layer: int) -> float:
