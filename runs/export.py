@@ -324,8 +324,6 @@ def export(args: argparse.Namespace) -> None:
         content = export_portable.read_folder(args.run_dir)
         return export_portable.write_gguf(args.gguf, args.type, vars(args), *content)
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
-    if not all(value.isfinite().all() for value in run.model.parameters()):
-        raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
     fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
     is_chat = is_chat_run(args.run_dir)
     vocabulary = read_vocabulary(run.tokenizer, is_chat)

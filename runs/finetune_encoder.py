@@ -31,7 +31,6 @@ import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
-from scipy import sparse
 
 
 class Settings(BaseModel):
@@ -180,30 +179,26 @@ def ranking_scores(task: Task, scores: Iterable[np.ndarray]) -> dict[str, float]
     return {"ndcg@10": float(np.mean(ndcg)), "recall@10": float(np.mean(recall))}
 
 
-def count_words(texts: list[str], columns: dict[str, int]) -> sparse.csr_array:
-    """How often each text has each word, (texts, words); new words get new columns."""
-    counts = Counter()
-    for row, text in enumerate(texts):
-        counts.update((row, columns.setdefault(word, len(columns))) for word in re.findall(r"\w+", text.lower()))
-    rows, places = zip(*counts, strict=True) if counts else ((), ())
-    return sparse.csr_array((list(counts.values()), (rows, places)), (len(texts), len(columns)), float)
-
-
 def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
     """Scores of all documents for each query.
 
     Okapi BM25 over words of letters and digits, with Lucene's k1 = 1.2, b = 0.75 and idf.
     """
-    columns = {}
-    counts = count_words(documents, columns)
-    lengths = np.maximum(counts.sum(1), 1)
-    found = (counts > 0).sum(0)  # documents that have a word
-    idf = np.log(1 + (len(documents) - found + 0.5) / (found + 0.5))
+    words_of = lambda text: re.findall(r"\w+", text.lower())
+    counts = [Counter(words_of(text)) for text in documents]
+    lengths = np.array([max(count.total(), 1) for count in counts])
     norm = 1.2 * (1 - 0.75 + 0.75 * lengths / lengths.mean())
-    row, column = counts.nonzero()
-    counts.data = idf[column] * counts.data / (counts.data + norm[row])
-    for query in count_words(queries, dict(columns))[:, : len(columns)]:
-        yield counts @ query.toarray()
+    index = {}  # of each word: (number of a document, how often it is there)
+    for row, count in enumerate(counts):
+        for word, times in count.items():
+            index.setdefault(word, []).append((row, times))
+    index = {word: np.array(entries).T for word, entries in index.items()}
+    for query in queries:
+        scores = np.zeros(len(documents))
+        for rows, times in (index[word] for word in words_of(query) if word in index):
+            idf = math.log(1 + (len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
+            scores[rows] += idf * times / (times + norm[rows])
+        yield scores
 
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
