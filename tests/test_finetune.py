@@ -404,22 +404,17 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert out.strip() == "in the sea" and "not finetuned" not in err
 
 
-def test_finetuning_again(finished, tmp_path):
-    """A finetuned run is a source like any other; the rate does not shrink a second time."""
-    assert finetune.main(tune(finished[0], tmp_path / "again", "--steps", 1)) == 0
-    config, first = ts.read_config(tmp_path / "again"), ts.read_config(finished[0])
-    assert config.stages == first.stages and config.muon_lr == first.muon_lr
-    assert ts.read_description(tmp_path / "again")["finetune"]["run"] == str(finished[0])
-
-
-def test_the_script_of_the_source_trains(base, tmp_path, capsys):
-    """Not that of the repository; and the run directory keeps it."""
-    source = shutil.copytree(base, tmp_path / "source")
+def test_finetuning_again(finished, tmp_path, capsys):
+    """A finetuned run is a source like any other, whose own script trains; the rate does not shrink a second time."""
+    source, again = shutil.copytree(finished[0], tmp_path / "source"), tmp_path / "again"
     script = source / "train_small.py"
     script.write_text(script.read_text().replace(" M parameters", " million parameters"))
-    assert finetune.main(tune(source, tmp_path / "sft", "--steps", 1)) == 0
+    assert finetune.main(tune(source, again, "--steps", 1)) == 0
     assert " million parameters" in capsys.readouterr().out
-    assert (tmp_path / "sft" / "train_small.py").read_bytes() == script.read_bytes()
+    assert (again / "train_small.py").read_bytes() == script.read_bytes()
+    config, first = ts.read_config(again), ts.read_config(source)
+    assert config.stages == first.stages and config.muon_lr == first.muon_lr
+    assert ts.read_description(again)["finetune"]["run"] == str(source)
 
 
 def test_defaults(base, tmp_path, monkeypatch, capsys):
