@@ -483,11 +483,11 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         weight = self.lm_head.weight
         self.lm_head = Head(weight.size(1), rows, self.config.logit_bias)
         self.lm_head.weight = weight
-        for attention in filter(None, [layer.self_attn for layer in self.model.layers]):
-            if attention.value_embed is not None:
-                table = attention.value_embed.weight.data
+        for module in self.modules():
+            if getattr(module, "value_embed", None) is not None:
+                table = module.value_embed.weight.data
                 table = F.pad(table, (0, 0, 0, rows - len(table)))
-                attention.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
+                module.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
         return embeddings
 
     @can_return_tuple
@@ -520,20 +520,14 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
 
         loss = None
         if labels is not None:
-            labels = self.drop_labels(labels, attention_mask, position_ids)
+            if attention_mask is not None:
+                is_real = attention_mask.bool()
+                follows = F.pad(is_real[:, :-1], (1, 0), value=False)
+                labels = labels.masked_fill(~(is_real & follows), -100)
+            if position_ids is not None:
+                labels = labels.masked_fill(position_ids == 0, -100)
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
-
-    @staticmethod
-    def drop_labels(labels: Tensor, attention_mask, position_ids) -> Tensor:
-        """Labels with -100 at padding and wherever a text starts."""
-        if attention_mask is not None:
-            is_real = attention_mask.bool()
-            follows = F.pad(is_real[:, :-1], (1, 0), value=False)
-            labels = labels.masked_fill(~(is_real & follows), -100)
-        if position_ids is not None:
-            labels = labels.masked_fill(position_ids == 0, -100)
-        return labels
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs):
         """Refuses too long a request before its first token instead of in its middle."""
