@@ -382,8 +382,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
-            cache = past_key_values
-            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=cache)
+            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values)
             if index == self.config.backout_layer:
                 middle = x
         if middle is not None:
