@@ -1,14 +1,17 @@
-"""A trained model as a Hugging Face repository that transformers and tokenizers load.
+"""A trained model or encoder as a Hugging Face repository that transformers and tokenizers load.
 
     python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
     python runs/export.py FOLDER --gguf my-model.gguf       for an export of runs/portable.args, finetuned elsewhere
+    python runs/export.py out/embed --out export/embed      of runs/finetune_encoder.py, for sentence-transformers
 
 The folder holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json with the
 chat template, the model's code (export_model.py, whose logits equal the script's) and README.md with results and
 commands. `hf upload OWNER/NAME export/my-model` sends it to the hub. A run of runs/portable.args becomes a
-Qwen3ForCausalLM, which needs no code of its own; only such a run can become a GGUF file.
+Qwen3ForCausalLM, which needs no code of its own; only such a run can become a GGUF file. An encoder becomes a EuroBERT
+with the mask as an additional token. Its embeddings are equal (dev/check_encoder.py), except for texts that spell a
+special token such as <|bos|>: transformers takes that for the token, this project for text.
 
 This executes the training script in the run directory.
 """
@@ -259,6 +262,74 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     )
 
 
+# ---- encoders
+
+MASK = "<|mask|>"
+
+
+def encoder_weights(model, x0: Tensor) -> dict[str, Tensor]:
+    """The weights of an encoder by EuroBERT's names; x0 is its normalised embedding. Norms have gains, which are 1."""
+    c = model.config
+    ones = torch.ones(c.width)
+    tensors = {"model.embed_tokens.weight": x0, "model.norm.weight": ones}
+    tensors["lm_head.weight"] = model.embed[: c.vocab_size]
+    for layer in range(c.num_layers):
+        q, k = model.qk_bank[layer].chunk(2)
+        v, o = model.vo_bank[2 * layer : 2 * layer + 2]
+        gate, up, down = model.mlp_bank[3 * layer : 3 * layer + 3]
+        tensors |= export_portable.name_matrices(layer, q=q, k=k, v=v, o=o, gate=gate, up=up, down=down.T)
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = ones
+        tensors[f"model.layers.{layer}.post_attention_layernorm.weight"] = ones
+    return tensors
+
+
+def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
+    """What sentence-transformers reads: the mean of the hidden states, divided by its length."""
+    parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = []
+    for number, (kind, path) in enumerate(parts.items()):
+        kind = f"sentence_transformers.models.{kind}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
+        (folder / path).mkdir(exist_ok=True)
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_len})
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    write_json(folder / "1_Pooling/config.json", pooling)
+    write_json(folder / "2_Normalize/config.json", {})
+
+
+@torch.no_grad()
+def export_encoder(run_dir: Path, out: Path) -> None:
+    """Writes the repository of an encoder, weights last. Raises: RunError, OSError"""
+    import finetune_encoder
+    import train_encoder
+
+    model, description, step = finetune_encoder.load_encoder(run_dir)
+    c = model.config
+    tokenizer = train_encoder.script.Tokenizer(run_dir / "tokenizer.json")
+    tokenizer.specials[MASK] = c.vocab_size - 1
+    vocabulary = read_vocabulary(tokenizer)
+    bos = tokenizer.bos_id
+    fields = {
+        "model_type": "eurobert",
+        "architectures": ["EuroBertForMaskedLM"],
+        **export_portable.sizes(c),
+        "rms_norm_eps": train_encoder.NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
+        "tie_word_embeddings": False,
+        **{"pad_token_id": bos, "bos_token_id": bos, "eos_token_id": bos, "mask_token_id": c.vocab_size - 1},
+        "dtype": "float32",
+    }
+    make_folder(out)
+    write_json(out / "config.json", fields)
+    more = {"mask_token": MASK, "padding_side": "right"}
+    write_tokenizer(out, vocabulary._replace(pad=vocabulary.bos, template=""), c.max_seq_len, **more)
+    write_sentence_transformers(out, c.width, finetune_encoder.longest_text(description))
+    tensors = encoder_weights(model, train_encoder.norm(model.embed[: c.vocab_size]))
+    store_weights(out / "model.safetensors", tensors, torch.float32)
+    print(f"wrote {out}: step {step}, {sum(w.numel() for w in tensors.values()) / 1e6:.1f} M parameters, encoder")
+
+
 # ---- the repository
 
 
@@ -323,6 +394,10 @@ def export(args: argparse.Namespace) -> None:
             raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
         content = export_portable.read_folder(args.run_dir)
         return export_portable.write_gguf(args.gguf, args.type, vars(args), *content)
+    if (args.run_dir / "train_encoder.py").is_file():
+        if args.gguf:
+            raise RunError(f"{args.run_dir} is an encoder, which has no GGUF file here; give --out DIR instead")
+        return export_encoder(args.run_dir, args.out)
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
     is_chat = is_chat_run(args.run_dir)

@@ -8,7 +8,7 @@ RUN is a run directory of train_encoder.py or of this script. Each line of a pai
 {"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from any corpus.
 The embedding of a text is the normalised mean of its last hidden states. Training pulls queries towards their
 positives, away from the other positives and negatives of the whole batch over all GPUs. Held-out pairs are scored by
-nDCG@10 and recall@10, next to BM25. runs/export_encoder.py exports the result for sentence-transformers.
+nDCG@10 and recall@10, next to BM25. runs/export.py exports the result for sentence-transformers.
 
 Letters in shape comments: T packed tokens, D width, N texts.
 """

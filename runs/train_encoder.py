@@ -7,7 +7,7 @@
 It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides. --size is small (12
 layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587). Loop, loader, optimizer, log and
 checkpoints are those of train_small.py. The architecture is EuroBERT's (pre-norm, rotary positions, SwiGLU, no
-biases), which transformers knows. runs/finetune_encoder.py finetunes it for retrieval, runs/export_encoder.py exports.
+biases), which transformers knows. runs/finetune_encoder.py finetunes it for retrieval, runs/export.py exports it.
 
 Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
 """

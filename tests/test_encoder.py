@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 
-import export_encoder
+import export
 import finetune_encoder as ft
 import numpy as np
 import pairs as data_pairs
@@ -525,8 +525,10 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
 @pytest.fixture(scope="module")
 def exported(finetuned, tmp_path_factory):
     out = tmp_path_factory.mktemp("export") / "model"
-    ran(export_encoder.main, finetuned, "--out", out)
-    assert "not an empty folder" in stops(export_encoder.main, finetuned, "--out", out)
+    code, said, _ = call(export.main, finetuned, "--out", out)
+    assert code == 0 and said.startswith(f"wrote {out}: step 8, ")
+    assert "not an empty folder" in stops(export.main, finetuned, "--out", out)
+    assert "is an encoder, which has no GGUF file here" in stops(export.main, finetuned, "--gguf", out)
     return out
 
 
