@@ -338,13 +338,6 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
     return config.micro_batch_tokens or (65536 if device.type == "cuda" else 8192)
 
 
-def choose_packs(config: Config, ranks) -> int:
-    """Packs in a micro-batch: the largest divisor of a rank's share that stays within the limit."""
-    share = max(1, config.packs // ranks.world)
-    most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
-    return script.largest_divisor(share, most)
-
-
 def build_state(config: Config, ranks, say: Callable = print):
     """Model and optimizer with the weights of config.seed."""
     dtype = script.choose_dtype(config, ranks.device)
@@ -358,7 +351,8 @@ def build_state(config: Config, ranks, say: Callable = print):
     if config.compile and ranks.device.type == "cuda":
         forward = torch.compile(model, dynamic=False)
     optimizer = script.build_optimizer(model, config, parameter_table(config), ranks)
-    packs = choose_packs(config, ranks)
+    limit = micro_batch_limit(config, ranks.device)
+    packs = script.choose_packs(dataclasses.replace(config, micro_batch_tokens=limit), ranks)
     return script.TrainState(config, ranks, model, forward, optimizer, packs)
 
 
@@ -381,20 +375,18 @@ def pretrain(args: argparse.Namespace) -> dict:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
         config = check_settings(Config, {**SIZES[args.size], **vars(args)})
-    check_config(config, script.start_ranks().world)
+    check_config(config)
     job = make_job(config, read_data(script.Dataset.open, config.data))
     return script.train(job.config, args, job)
 
 
-def check_config(c: Config, world: int) -> None:
+def check_config(c: Config) -> None:
     """Raises RunError for the first setting that does not fit."""
     if c.width % c.head_dim or c.head_dim % 2:
         raise RunError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
         found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
         raise RunError(f"{found}, but a document must fit into a pack; change one of them")
-    if c.packs % world:
-        raise RunError(f"--packs {c.packs} is not a multiple of the {world} processes; use one that is")
 
 
 def make_job(config: Config, dataset):
