@@ -100,13 +100,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), -1)
 
 
-class Scalars(nn.Module):
+def make_scalars(start: dict[str, float]) -> nn.ParameterDict:
     """Learned numbers, kept in fp32 whatever the dtype of the model."""
-
-    def __init__(self, **start: float):
-        super().__init__()
-        for name, value in start.items():
-            setattr(self, name, nn.Parameter(torch.tensor([value], dtype=torch.float32)))
+    return nn.ParameterDict({name: torch.tensor([value], dtype=torch.float32) for name, value in start.items()})
 
 
 class Gate(nn.Module):
@@ -271,7 +267,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             start["share_x0"] = 0.0
         if config.bigram_rows:
             start["share_bigram"] = 0.05
-        self.scalars = Scalars(**start)
+        self.scalars = make_scalars(start)
 
     def forward(self, x, shared_input, x0, bigram, mixed, context, past_key_values=None) -> Tensor:
         """The residual stream x (B, T, D) after this layer.
@@ -323,7 +319,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         if config.bigram_rows:
             self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
         start = {"backout": 0.0} if config.backout_layer >= 0 else {}
-        self.scalars = Scalars(**start)
+        self.scalars = make_scalars(start)
         self.mix = Mix(config) if config.mix_width else None
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderStackLayer(config, layer) for layer in layers)
