@@ -9,6 +9,7 @@ finetuning. After reinforcement learning the report shows answers to held-out qu
 """
 
 import argparse
+import contextlib
 import html
 import itertools
 import json
@@ -286,9 +287,10 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         parts.append(score_table(evaluations[0], evaluations[-1]))
         title = f"{name}: {rows['task']}"
     parts.append(table("| | |", "| --- | --- |", rows.items()))
-    if entries:
-        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
-        parts.append("![curve](curve.png)\n")
+    with contextlib.suppress(ImportError):  # matplotlib may be missing
+        if entries:
+            plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+            parts.append("![curve](curve.png)\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
