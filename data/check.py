@@ -22,7 +22,7 @@ def problem_of(action: Callable, *args) -> str:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """What is wrong with a dataset directory, from reading every listed file."""
+    """Reads every listed file of a dataset directory and returns what is wrong."""
     dataset = format.read_dataset(folder)
     files = dataset["files"]
     listed = {folder / name for name in files}
@@ -51,7 +51,7 @@ def find_problems(folder: Path) -> list[str]:
 
 
 def check_shard(path: Path, entry: dict, sha256: str, bos: int, lengths: np.ndarray) -> None:
-    """Ends the script unless a shard is right inside, and is what dataset.json says of it."""
+    """Ends the script unless a shard is valid and matches what dataset.json says about it."""
     if path.name.endswith(".mask.bin"):
         mask = format.read_shard(path)
         masked = path.with_name(path.name.replace(".mask.bin", ".bin"))

@@ -3,9 +3,9 @@
     python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
     python data/core.py --download --data data/shards/climbmix               fetches the public one
 
-It writes core/TASK.npz into the dataset directory and lists the files with their checksums in
-dataset.json; runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is
-what all its choices have in common, stored once, and then the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
+runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is the common prefix of its choices,
+stored once, followed by the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
@@ -16,8 +16,8 @@ what all its choices have in common, stored once, and then the rest of each choi
     end     int32 (rows,)
     meta    uint8 (m,)       JSON: task, type, shots, random_baseline in percent, max_seq_len
 
-Items are in the shuffled order of the definition, and their shots are picked from the whole task. So the first N items
-are a fair subset, which a full run scores in the same way.
+Items are in the shuffled order of the definition, and shots are picked from the whole task, so the first N items are a
+fair subset that a full run scores the same way.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def open_bundle(path: Path, unpacked: Path) -> Path:
         fail(f"the bundle {path} cannot be read ({problem}); check the path or fetch it again")
     found = sorted(unpacked.rglob("core.yaml"), key=lambda file: len(file.parts))
     if not found:
-        fail(f"{path} holds no core.yaml, so it is no CORE bundle; check the path")
+        fail(f"{path} has no core.yaml, so it is not a CORE bundle; check the path")
     return found[0].parent
 
 
@@ -87,7 +87,7 @@ def download(path: Path) -> None:
     try:
         urllib.request.urlretrieve(URL, path)
     except (OSError, http.client.HTTPException) as problem:
-        fail(f"{URL} cannot be fetched ({problem}); get it in another way and pass --bundle")
+        fail(f"cannot fetch {URL} ({problem}); get it some other way and pass --bundle")
 
 
 def read_tasks(bundle: Path) -> list[dict[str, Any]]:
@@ -144,13 +144,13 @@ def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pick_shots(count: int, index: int, shots: int) -> list[int]:
-    """The items shown before item `index`, picked from all even if only a part is scored."""
+    """The items shown before item `index`, picked from all items even if only some are scored."""
     # The definition samples from a list of the other items; a range gives the same picks.
     return [i + (i >= index) for i in random.Random(1234 + index).sample(range(count - 1), shots)]
 
 
 def solved(item: dict[str, Any], task: dict[str, Any]) -> str:
-    """An item with its answer, as it is shown in a shot."""
+    """An item with its answer, as shown in a shot."""
     if task["type"] == "multiple_choice":
         return item["query"] + task["delimiter"] + item["choices"][item["gold"]]
     if task["type"] == "schema":
@@ -173,7 +173,7 @@ def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
 
 
 def common_length(rows: list[np.ndarray], backwards: bool = False) -> int:
-    """How many tokens all rows share at their beginning, or at their end."""
+    """Length of the common prefix or suffix of all rows, in tokens."""
     length = min(map(len, rows))
     first = rows[0][::-1] if backwards else rows[0]
     for row in rows[1:]:
@@ -244,7 +244,7 @@ def build_task(
 
 
 def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
-    """Writes core/*.npz of all tasks; the old ones stay until all are there."""
+    """Writes core/*.npz for all tasks; old files are kept until all new ones are complete."""
     encoding = tokenizer.load(root / "tokenizer.json")
     lengths = tokenizer.token_bytes(root / "tokenizer.json")
     tasks = read_tasks(bundle)

@@ -10,9 +10,9 @@ A shard is a header of 256 little-endian int32 words, then uint16 tokens:
     words 5-12   sha256 of tokenizer.json (zeros: not stated)
     words 13-20  sha256 of the token bytes (zeros: not stated)
 
-Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there.
-Every write goes to a temporary file beside the target and is renamed, so a name either holds a whole file
-or does not exist. Mistakes of the user end the script through fail(): one sentence on stderr, exit code 1.
+Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there. Every write goes to
+a temporary file that is renamed at the end, so a file is either complete or does not exist. User errors end the script
+through fail(): one sentence on stderr, exit code 1.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def fail(message: str) -> NoReturn:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's main function: what the system refuses becomes a sentence too."""
+    """Runs a script's main function and turns errors of the system into one sentence."""
     try:
         main()
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def is_right(path: Path, sha256: str) -> bool:
 def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     """Writes the pieces to `path` through a temporary file beside it; returns the hex sha256.
 
-    Until the rename the old file stays as it was; a failure leaves no temporary file.
+    The old file is untouched until the rename; a failure leaves no temporary file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +115,9 @@ def remove_leftovers(folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keeps every other process out of a dataset directory while this one is in `with`.
+    """Locks a dataset directory for the duration of a `with`, and makes it if it does not exist.
 
-    The folder is made if it does not exist. Its file .lock stays, as deleting it would let two processes in.
+    The file .lock is kept, as deleting it would let two processes in.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
@@ -242,8 +242,8 @@ def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> s
     """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its
     files and of the tokenizer.
 
-    That of pretrain/ names the dataset. Evaluation and finetuning files, which may be added later, do not make it
-    another one: they have fingerprints of their own.
+    That of pretrain/ identifies the dataset. Evaluation and finetuning files may be added later and have fingerprints
+    of their own.
     """
     read = [path for path in files if path == "tokenizer.json" or path.startswith(f"{folder}/")]
     lines = sorted(f"{path} {files[path]['sha256']}\n" for path in read)
@@ -291,7 +291,7 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 
 
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
-    """Ends the script unless value is a dataset.json of this format that agrees with itself."""
+    """Ends the script unless value is a consistent dataset.json of this format."""
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found == DATASET_FORMAT and not isinstance(value.get("files"), dict):
         fail(f"{path} lists no files; build the dataset again")

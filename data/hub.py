@@ -1,4 +1,4 @@
-"""Whole dataset and run directories from and to Hugging Face, every file checked by its sha256.
+"""Downloads and uploads dataset and run directories (Hugging Face); every file is checked by its sha256.
 
     python data/hub.py download OWNER/NAME --out data/shards/NAME
     python data/hub.py upload data/shards/NAME OWNER/NAME
@@ -84,7 +84,7 @@ def explain(problem: Exception) -> str:
 
 
 def reach(action: Callable[[], Any], what: str) -> Any:
-    """What an action returns, behind a request that finds out within seconds whether there is a network: many
+    """What an action returns, after a request that finds out within seconds whether there is a network: many
     requests of huggingface_hub wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
@@ -95,7 +95,7 @@ def reach(action: Callable[[], Any], what: str) -> Any:
 
 
 def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset") -> Path:
-    """A file of a repository in the Hugging Face cache, of a commit or of what main is now."""
+    """Path in the Hugging Face cache of a repository's file, at a commit or at main."""
     from huggingface_hub import hf_hub_download
 
     with explained(f"fetching {name} of {repo}"):
@@ -103,7 +103,7 @@ def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset"
 
 
 def find_commit(repo: Repo, revision: str = "main") -> str:
-    """The commit that a revision is now: one for all files, even if someone uploads meanwhile."""
+    """The commit of a revision, so that all files are of one commit even if someone uploads meanwhile."""
     from huggingface_hub import HfApi
 
     options = {"repo_type": repo.type, "revision": revision, "timeout": SECONDS}

@@ -75,7 +75,7 @@ def make_pairs(documents: Iterable[str], args: argparse.Namespace) -> Iterator[P
 
 
 def without_repeats(pairs: Iterable[Pair], seen: set[int]) -> Iterator[Pair]:
-    """Leaves out pairs with a text that was there before, and adds to `seen` what it yields."""
+    """Drops pairs with a text in `seen`, and adds the texts of the others to it."""
     for pair in pairs:
         keys = {hash(text.lower()) for text in pair}
         if len(keys) == 2 and not keys & seen:

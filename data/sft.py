@@ -178,7 +178,7 @@ class Source(NamedTuple):
 
 
 def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
-    """Resolves a --source or --val-source; mistakes end the script before anything is read."""
+    """Resolves a --source or --val-source; user errors end the script before anything is read."""
     kind, _, rest = spec.partition(":")
     if kind in GENERATED:
         return generated_source(spec, flag, args)
@@ -436,7 +436,7 @@ def read_splits(
 
 
 def weigh(found: list[Talk], weight: float, rng: np.random.Generator) -> list[Talk]:
-    """Each conversation int(weight) times, and a random part of them for what remains of the weight."""
+    """Each conversation int(weight) times, plus a random share of them for the fraction of the weight."""
     whole = int(weight)
     rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
     return found * whole + [found[i] for i in sorted(rest)]

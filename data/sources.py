@@ -1,4 +1,4 @@
-"""Where text comes from: every --source form as a stream of training and of validation documents.
+"""Text sources: each form of --source as a stream of training and validation documents.
 
     stdlib             the Python standard library of the running interpreter, no network
     climbmix           Hugging Face parquet; the last file is validation
@@ -104,7 +104,7 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 
 def open_text(settings: TextSettings) -> Source:
-    """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
+    """Resolves a --source and a --val-source; user errors end the script before any text is read."""
     spec = settings.source
     is_named = spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)
     if settings.interleave and is_named:
@@ -183,7 +183,7 @@ def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
-    """Ends the script if one source has a file with the content of a file of another."""
+    """Ends the script if two sources share a file with the same content."""
     known: dict[tuple, str] = {}
     for inputs in sources:
         # The standard library, which is no file, keeps its two parts apart itself.
@@ -319,9 +319,9 @@ def in_threads(
 def interleaved_documents(
     files: list[File], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
-    """Every document; the next is always of the file of which the smallest part was read.
+    """Every document, always from the file with the smallest part read so far.
 
-    So each stretch of the text holds all files in proportion to their bytes.
+    Every stretch of the text thus holds all files in proportion to their bytes.
     """
     paths = tuple(file.fetch() for file in files)
     allow_open_files(len(paths))
@@ -339,7 +339,7 @@ def interleaved_documents(
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit of open files of this process, which is 1,024 on most systems, where that is too low."""
+    """Raises the limit of open files of this process (1,024 on most systems) if it is too low."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
@@ -505,14 +505,14 @@ def stdlib_documents(part: str) -> Iterator[str]:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that every script which reads text shares."""
+    """Flags shared by all scripts that read text."""
     add = parser.add_argument
     kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
     add("--source", required=True, help=kinds)
     add("--text-field", default="text", help="JSON field or parquet column that holds the text")
     add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face [%(default)s]")
-    add("--max-documents", type=int, help="most documents to read")
-    add("--max-bytes", type=int, help="most bytes of text to read")
+    add("--max-documents", type=int, help="documents to read, at most")
+    add("--max-bytes", type=int, help="bytes of text to read, at most")
     side_by_side = "read local files side by side, not one after the other"
     add("--interleave", action="store_true", help=side_by_side)
 

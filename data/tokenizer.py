@@ -92,7 +92,7 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
-    """The beginning of each document, until max_chars characters were given out."""
+    """The beginning of each document, up to max_chars characters in all."""
     left = max_chars
     for text in documents:
         text = text[: min(doc_cap, left)]

@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
-import export_encoder
+import export
 import finetune_encoder
 import numpy as np
 import sentence_transformers
@@ -65,7 +65,7 @@ def main() -> int:
     expected = embed(args.run_dir)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        export_encoder.export(args.run_dir, folder)
+        export.export_encoder(args.run_dir, folder)
         model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
         together = model.encode(TEXTS)
         alone = np.stack([model.encode(text) for text in TEXTS])

@@ -3,9 +3,9 @@
     python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-23_first-p34 \\
         --hypothesis "..." --change "..." --dropped "..."
 
-Nothing is written unless the entry verifies and the script makes the Config of the runs from their flags. The words of
-its README.md may be edited until it is committed; the figures between the markers may not. CORE is read from core.csv,
-which runs/score_core.py writes. Rules: records/README.md.
+Nothing is written unless the entry verifies and the script reproduces the Config of the runs from their flags. The text
+of its README.md may be edited until it is committed, except the figures between the markers. CORE is read from
+core.csv of runs/score_core.py. Rules: records/README.md.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def run_file(stated: dict, log: list[dict]) -> dict:
 
 
 def committed(path: str, commit: str | None) -> str | None:
-    """A file of this repository as it is committed; None if it is not."""
+    """The committed content of a file of this repository; None if it is not committed."""
     done = subprocess.run(["git", "-C", entry.ROOT, "show", f"{commit}:{path}"], capture_output=True)
     return done.stdout.decode() if done.returncode == 0 else None
 
@@ -94,7 +94,7 @@ def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
 
 
 def check_configs(runs: list[dict], args: str, script: str) -> None:
-    """Each Config is what the script makes of the flags."""
+    """Raises unless each Config is what the script makes of the flags."""
     lists = []
     for run in runs:
         own = [word for word in run["flags"] if not word.startswith("@") and word != "pretrain"]
@@ -117,7 +117,7 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
 
 
 def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) -> None:
-    """Fills a folder that nobody sees yet."""
+    """Writes the entry to a temporary folder."""
     first = runs[0]
     script = f"train_{args.track}.py"
     shutil.copyfile(first["dir"] / script, folder / script)

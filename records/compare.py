@@ -6,10 +6,9 @@
     python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
     python records/compare.py --write                   the leaderboard in records/README.md, its pictures
 
-A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
-commas: equal parts of the run), --bytes-per-token of its validation text the other. A log of nanochat states both; its
-clock starts after step 10. Bits per byte of different texts only look comparable. Of a folder of runs, those that are
-finished count.
+Logs of modded-nanogpt state neither tokens nor bits per byte: --tokens-per-step gives the former (comma-separated for
+equal parts of the run), --bytes-per-token of its validation text the latter. Logs of nanochat state both; their clock
+starts after step 10. Bits per byte of different texts are not comparable. In a folder of runs, finished ones count.
 """
 
 import argparse
@@ -215,7 +214,7 @@ def differences(rows: list[Row], base: Row) -> str:
 
 
 def find_row(rows: list[Row], pattern: str) -> Row:
-    """The row whose name matches; entries of baselines/ may be named even if they are not among the rows."""
+    """The row whose name matches, or the matching entry of baselines/, even if it is not among the rows."""
 
     def matches(name: str) -> bool:
         return fnmatch.fnmatchcase(name, pattern) or name == Path(pattern).name

@@ -22,7 +22,7 @@ SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the reco
 
 
 def in_order() -> list[dict]:
-    """All entries by day, and on one day each after the one that it is compared with."""
+    """All entries by day; on the same day, each after the one it is compared with."""
     records = {}
     for folder in entry.folders():
         records[folder.name] = {**entry.read_record(folder), "name": folder.name}

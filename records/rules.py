@@ -1,6 +1,6 @@
-"""Everything that must be true of an entry. A problem is one sentence that begins with the file that is wrong.
+"""Checks of an entry. A problem is one sentence that begins with the file that is wrong.
 
-Hashes guard the files, and every figure is computed again. What no hash shows, `verify.py --rerun` decides.
+Hashes protect the files, and every figure is recomputed. `verify.py --rerun` finds what hashes cannot.
 """
 
 import math
@@ -53,7 +53,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def comparable(machine: dict) -> dict:
-    """What must be the same wherever times or bits per byte are those of one recipe."""
+    """What must be equal for times and bits per byte of one recipe to be comparable."""
     out = {key: machine.get(key) for key in SAME_MACHINE}
     for key in MINOR:
         out[key] = ".".join(str(out[key]).split(".")[:2])

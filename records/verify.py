@@ -1,4 +1,4 @@
-"""Recomputes every figure of an entry from its logs and names everything that does not agree.
+"""Recomputes every figure of an entry from its logs and lists all differences.
 
     python records/verify.py all
     python records/verify.py baselines/2026-11-23_first-p34
@@ -105,9 +105,9 @@ def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
 
 
 def train_until(steps: int, last: int, command: list[str], log: Path, errors: Path) -> list[dict]:
-    """Starts a run and stops it once it has logged the step, because --steps would change its schedules.
+    """Starts a run and stops it once it has logged the step, as --steps would change its schedules.
 
-    Returns the entries of its log. If the step is the last one the run is left to finish.
+    Returns the entries of its log. If the step is the last one, the run finishes.
     """
     with errors.open("w") as stderr:
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=entry.ROOT)

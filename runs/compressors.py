@@ -2,9 +2,8 @@
 
     python runs/compressors.py out/quickstart
 
-The text is exactly what the run evaluated: the bytes of all validation targets that carry bytes, one document after
-the other. The table is printed and added to the run's report.md. This executes the training script that lies in the
-run directory.
+The text is exactly what the run evaluated: the bytes of all validation targets, document by document. The table is
+printed and added to the run's report.md. This executes the training script in the run directory.
 """
 
 import argparse
@@ -32,7 +31,7 @@ def text_of(tokenizer, ids: np.ndarray) -> bytes:
 
 
 def training_text(dataset, tokens: int) -> bytes:
-    """The text of the first `tokens` training tokens, which a run of one epoch has read."""
+    """The text of the first `tokens` training tokens: what a run of one epoch has read."""
     parts = []
     for path in dataset.files("train"):
         ids = dataset.read(path)[:tokens].astype(np.int64)
@@ -72,12 +71,6 @@ def compare(script, run_dir: Path) -> str:
     return report.table(header, "| --- | ---: |", rows) + f"\n{note}\n"
 
 
-def add_to_report(path: Path, table: str) -> None:
-    text = path.read_text(encoding="utf-8")
-    if HEADING not in text:
-        path.write_text(f"{text}\n{HEADING}\n\n{table}", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
@@ -88,8 +81,10 @@ def main() -> int:
 
         table = compare(import_script(run_dir), run_dir)
         print(table, end="")
-        if (run_dir / "report.md").is_file():
-            add_to_report(run_dir / "report.md", table)
+        report_file = run_dir / "report.md"
+        if report_file.is_file() and HEADING not in report_file.read_text(encoding="utf-8"):
+            with report_file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{HEADING}\n\n{table}")
 
     return run_command(work)
 

@@ -1,23 +1,23 @@
-"""A trained model as a Hugging Face repository that transformers and tokenizers load.
+"""A trained model or encoder as a Hugging Face repository that transformers and tokenizers load.
 
     python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
-    python runs/export.py FOLDER --gguf my-model.gguf       of an export of runs/portable.args, finetuned elsewhere
+    python runs/export.py FOLDER --gguf my-model.gguf       for an export of runs/portable.args, finetuned elsewhere
+    python runs/export.py out/embed --out export/embed      of runs/finetune_encoder.py, for sentence-transformers
 
-It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
-tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
-the script's) and README.md with results and commands. Exporting needs no transformers. `hf upload OWNER/NAME
-export/my-model` sends the folder to the hub.
+The folder holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json with the
+chat template, the model's code (export_model.py, whose logits equal the script's) and README.md with results and
+commands. `hf upload OWNER/NAME export/my-model` sends it to the hub. A run of runs/portable.args becomes a
+Qwen3ForCausalLM, which needs no code of its own; only such a run can become a GGUF file. An encoder becomes a EuroBERT
+with the mask as an additional token. Its embeddings are equal (dev/check_encoder.py), except for texts that spell a
+special token such as <|bos|>: transformers takes that for the token, this project for text.
 
-A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
-
-This executes the training script that lies in the run directory.
+This executes the training script in the run directory.
 """
 
 import argparse
 import csv
-import itertools
 import json
 import shutil
 import sys
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def from_here(path: Path, otherwise: str) -> str:
-    """A path below this folder, for commands; of another one the card would tell where it is on this computer."""
+    """A path relative to this folder, for commands; `otherwise` if it lies elsewhere, as cards name no local paths."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else otherwise
 
@@ -58,18 +58,19 @@ if __name__ == "__main__":
 
 import report
 import torch
+from gguf.vocab import bytes_to_unicode
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, TURN_TOKENS, is_chat_run
 from lib.engine import load_run
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from lib import export_portable
 from lib.export_portable import Vocabulary
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
 CHAT_TEMPLATE = LIB / "export_chat.jinja"
@@ -101,8 +102,7 @@ def describe_model(model) -> dict:
         "tie_word_embeddings": getattr(c, "tied", True),
         "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
-        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
-        # the form that other tools know from other models.
+        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2, the usual form.
         "final_logit_softcapping": high / 2,
         "logit_scale": high / (4 * slope),
         "logit_bias": shift,
@@ -111,7 +111,7 @@ def describe_model(model) -> dict:
 
 
 def layer_scalars(model, layer: int) -> dict[str, Tensor]:
-    """The learned scalars of a layer that no matrix takes in, from rows of the script's table."""
+    """The learned scalars of a layer that cannot be folded into a matrix."""
     c = model.config
     is_medium = hasattr(model, "residual")
     found = {}
@@ -132,8 +132,7 @@ def layer_scalars(model, layer: int) -> dict[str, Tensor]:
 def convert_weights(model) -> dict[str, Tensor]:
     """The weights by the names of export_model.py, fp32.
 
-    Scalars that multiply a matrix are folded into it by layer_weights(). Rows that only pad the
-    vocabulary are left out.
+    layer_weights() folds scalars into the matrices that they multiply. Padding rows of the vocabulary are dropped.
     """
     c = model.config
     V = c.vocab_size
@@ -154,20 +153,17 @@ def convert_weights(model) -> dict[str, Tensor]:
         prefix = f"model.layers.{layer}"
         for name, value in layer_scalars(model, layer).items():
             tensors[f"{prefix}.scalars.{name}"] = value.view(1)
-        tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
-        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
+        tensors |= export_portable.name_matrices(layer, up=weights.up, down=weights.down.T)
         if weights.qkv is None:
             continue
 
-        prefix += ".self_attn"
-        for name, matrix in zip("qkv", weights.qkv.view(3, D, D), strict=True):
-            tensors[f"{prefix}.{name}_proj.weight"] = matrix
-        tensors[f"{prefix}.o_proj.weight"] = weights.o
+        q, k, v = weights.qkv.view(3, D, D)
+        tensors |= export_portable.name_matrices(layer, q=q, k=k, v=v, o=weights.o)
         if layer in c.value_embed_layers:
             index = c.value_embed_layers.index(layer)
             table = model.value_embed.view(-1, c.padded_vocab, D)[index]
-            tensors[f"{prefix}.value_embed.weight"] = table[:V]
-            tensors[f"{prefix}.value_gate.weight"] = model.value_gate[index]
+            tensors[f"{prefix}.self_attn.value_embed.weight"] = table[:V]
+            tensors[f"{prefix}.self_attn.value_gate.weight"] = model.value_gate[index]
     return tensors
 
 
@@ -180,25 +176,15 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:
-        raise RunError(f"{path} cannot be written ({error}); make room, remove {path.parent} and try again") from None
+        raise RunError(f"cannot write {path} ({error}); make room, remove {path.parent} and try again") from None
     shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it
 
 
 # ---- tokenizer
 
 
-def byte_letters() -> list[str]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(b if b in printable else next(others)) for b in range(256)]
-
-
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Merges in the order in which they apply.
-
-    Ranks allow any pair that spells a token, so all pairs of a token are listed, one after the other.
-    """
+    """Merges in order of priority. Any pair that spells a token may form it, so all pairs of a token are listed."""
     index = {token: rank for rank, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -211,45 +197,32 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int], bos: str) -> dict:
     """tokenizer.json of the `tokenizers` library; bos leads every text.
 
-    Text encodes as with the project's own, except text that spells a special token, unless
-    split_special_tokens=True.
+    Text encodes as with the project's own, except text that spells a special token, unless split_special_tokens=True.
     """
-    letters = byte_letters()
-    spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
-    specials = dict(sorted(specials.items(), key=lambda pair: pair[1]))
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
-    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": text, **off, "special": True} for text, i in specials.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        ]},
-        "post_processor": {
-            "type": "TemplateProcessing", "single": [bos_piece, a], "pair": [bos_piece, a, bos_piece, b],
-            "special_tokens": {bos: {"id": bos, "ids": [specials[bos]], "tokens": [bos]}},
-        },
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is that token, whether or not merges lead there
-            "vocab": {spell(token): rank for rank, token in enumerate(ranks)},
-            "merges": [[spell(left), spell(right)] for left, right in to_merges(ranks)],
-        },
-    }  # fmt: skip
+    letters = bytes_to_unicode()
+    spell = lambda token: "".join(letters[b] for b in token)
+    vocab = {spell(token): rank for rank, token in enumerate(ranks)}
+    merges = [(spell(left), spell(right)) for left, right in to_merges(ranks)]
+    # A word that is a token is that token, whether or not merges lead there.
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [(bos, specials[bos])]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
+    tokenizer.add_special_tokens(sorted(specials, key=specials.get))
+    return json.loads(tokenizer.to_str())
 
 
 # ---- model card
 
+
 def training_data(dataset: Path, is_chat: bool) -> str:
-    """What the sources of a dataset are called, if it still lies on this computer."""
+    """Names of the sources of a dataset, if it is still on this computer."""
     path = dataset / "dataset.json"
     if not path.is_file():
-        return "not stated; the dataset was not there when the model was exported"
+        return "not stated; the dataset was missing when the model was exported"
     description = json.loads(path.read_text(encoding="utf-8"))
     conversations = description.get("sft", {}).get("sources", []) if is_chat else []
     return ", ".join([*description["sources"], *conversations])
@@ -289,6 +262,74 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     )
 
 
+# ---- encoders
+
+MASK = "<|mask|>"
+
+
+def encoder_weights(model, x0: Tensor) -> dict[str, Tensor]:
+    """The weights of an encoder by EuroBERT's names; x0 is its normalised embedding. Norms have gains, which are 1."""
+    c = model.config
+    ones = torch.ones(c.width)
+    tensors = {"model.embed_tokens.weight": x0, "model.norm.weight": ones}
+    tensors["lm_head.weight"] = model.embed[: c.vocab_size]
+    for layer in range(c.num_layers):
+        q, k = model.qk_bank[layer].chunk(2)
+        v, o = model.vo_bank[2 * layer : 2 * layer + 2]
+        gate, up, down = model.mlp_bank[3 * layer : 3 * layer + 3]
+        tensors |= export_portable.name_matrices(layer, q=q, k=k, v=v, o=o, gate=gate, up=up, down=down.T)
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = ones
+        tensors[f"model.layers.{layer}.post_attention_layernorm.weight"] = ones
+    return tensors
+
+
+def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
+    """What sentence-transformers reads: the mean of the hidden states, divided by its length."""
+    parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = []
+    for number, (kind, path) in enumerate(parts.items()):
+        kind = f"sentence_transformers.models.{kind}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
+        (folder / path).mkdir(exist_ok=True)
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_len})
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    write_json(folder / "1_Pooling/config.json", pooling)
+    write_json(folder / "2_Normalize/config.json", {})
+
+
+@torch.no_grad()
+def export_encoder(run_dir: Path, out: Path) -> None:
+    """Writes the repository of an encoder, weights last. Raises: RunError, OSError"""
+    import finetune_encoder
+    import train_encoder
+
+    model, description, step = finetune_encoder.load_encoder(run_dir)
+    c = model.config
+    tokenizer = train_encoder.script.Tokenizer(run_dir / "tokenizer.json")
+    tokenizer.specials[MASK] = c.vocab_size - 1
+    vocabulary = read_vocabulary(tokenizer)
+    bos = tokenizer.bos_id
+    fields = {
+        "model_type": "eurobert",
+        "architectures": ["EuroBertForMaskedLM"],
+        **export_portable.sizes(c),
+        "rms_norm_eps": train_encoder.NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
+        "tie_word_embeddings": False,
+        **{"pad_token_id": bos, "bos_token_id": bos, "eos_token_id": bos, "mask_token_id": c.vocab_size - 1},
+        "dtype": "float32",
+    }
+    make_folder(out)
+    write_json(out / "config.json", fields)
+    more = {"mask_token": MASK, "padding_side": "right"}
+    write_tokenizer(out, vocabulary._replace(pad=vocabulary.bos, template=""), c.max_seq_len, **more)
+    write_sentence_transformers(out, c.width, finetune_encoder.longest_text(description))
+    tensors = encoder_weights(model, train_encoder.norm(model.embed[: c.vocab_size]))
+    store_weights(out / "model.safetensors", tensors, torch.float32)
+    print(f"wrote {out}: step {step}, {sum(w.numel() for w in tensors.values()) / 1e6:.1f} M parameters, encoder")
+
+
 # ---- the repository
 
 
@@ -297,7 +338,7 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
-    """tokenizer.json and tokenizer_config.json, which holds `more` and the chat template, also of a base model."""
+    """Writes tokenizer.json and tokenizer_config.json, with `more` and the chat template (for base models too)."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -340,7 +381,7 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
     end = ASSISTANT_END if is_chat else bos
-    # Padding is never the end: a collator would not teach it. The loss never counts <|output_end|>.
+    # Padding differs from the end, which collators would not teach otherwise. The loss never counts <|output_end|>.
     pad = "<|output_end|>" if end == bos and "<|output_end|>" in specials else bos
     template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
     return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
@@ -353,9 +394,11 @@ def export(args: argparse.Namespace) -> None:
             raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
         content = export_portable.read_folder(args.run_dir)
         return export_portable.write_gguf(args.gguf, args.type, vars(args), *content)
+    if (args.run_dir / "train_encoder.py").is_file():
+        if args.gguf:
+            raise RunError(f"{args.run_dir} is an encoder, which has no GGUF file here; give --out DIR instead")
+        return export_encoder(args.run_dir, args.out)
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
-    if not all(value.isfinite().all() for value in run.model.parameters()):
-        raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
     fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
     is_chat = is_chat_run(args.run_dir)
     vocabulary = read_vocabulary(run.tokenizer, is_chat)
@@ -372,7 +415,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
-    """The repository. The weights come last, so that an unfinished folder does not load."""
+    """Writes the repository, weights last, so that an unfinished folder does not load."""
     bos, end, pad = (vocabulary.specials[text] for text in (vocabulary.bos, vocabulary.end, vocabulary.pad))
     ids = {"bos_token_id": bos, "eos_token_id": sorted({bos, end}), "pad_token_id": pad}
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
@@ -385,9 +428,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
     write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], padding_side="left")
-    store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
-
-
+    store_weights(args.out / "model.safetensors", tensors, getattr(torch, args.dtype))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,19 +5,15 @@
     python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
 
-RUN comes first. It is followed by the flags of training (`runs/finetune.py RUN --help` lists them) and
+RUN comes first, then any training flags (`runs/finetune.py RUN --help` lists them) and
 
-    --packs N       packs in a step (default 8 for train_small.py, 16 for train_medium.py)
-    --lr X          rate at the start, as a fraction of that of pretraining (default 0.8 and 0.3)
-    --no-moments    start with empty optimizer moments in place of those of RUN
+    --packs N       packs per step (default 8 for train_small.py, 16 for train_medium.py)
+    --lr X          initial rate as a fraction of the pretraining rate (default 0.8 and 0.3)
 
-The conversations are those that data/sft.py adds to a dataset: RUN's own, or another one with the
-same tokenizer that --data names. The loss counts only what the assistant writes. The script that
-lies in RUN does the training, so the model stays exactly the one that was pretrained.
-
-The screen shows bits per byte of held-out answers before the first step, then what pretraining shows.
-The run directory holds the files of a pretraining run and this script. Talk to the model with
-runs/chat.py; score it with runs/chat_eval.py.
+data/sft.py adds conversations to a dataset: RUN's own, or one with the same tokenizer given by --data. Only what the
+assistant writes counts in the loss. The script saved in RUN does the training, so the model is exactly the pretrained
+one. Bits per byte of held-out answers are logged before the first step. Talk to the model with runs/chat.py; score it
+with runs/chat_eval.py.
 """
 
 import argparse
@@ -25,17 +21,17 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 from lib import tuning
 from lib.command import RunError, run_command
+from pydantic import BaseModel
 
-# Packs in a step: conversations are few, so these are less than in pretraining.
+# Packs per step: fewer than in pretraining, as there are few conversations.
 PACKS = {"train_small": 8, "train_medium": 16}
-# Rates at the start, as a fraction of the base rate: nanochat's, and less for an eighth of the batch.
+# Initial rates as a fraction of the base rate: nanochat's, and less for an eighth of the batch.
 RATES = {"train_small": 0.8, "train_medium": 0.3}
 
 
@@ -43,10 +39,9 @@ RATES = {"train_small": 0.8, "train_medium": 0.3}
 
 
 class Conversations:
-    """The conversations of data/sft.py, one split of them in memory, and a reader of their packs.
+    """One split of the conversations of data/sft.py, in memory, and a reader of their packs for PackLoader.
 
-    It has what PackLoader needs of a reader: reader_state, seek(), bos_id and pack(). All packs of all
-    epochs are laid out in advance; each epoch shuffles the conversations anew.
+    The packs of all epochs are planned in advance; each epoch shuffles the conversations again.
 
     Raises: RunError if a shard or mask is not the listed one, or if a conversation is too long
     """
@@ -64,7 +59,7 @@ class Conversations:
         lengths = np.diff(self.borders) - 1
         most = config.max_seq_len
         if lengths.max() > most:
-            wrong = f"a conversation of {lengths.max() + 1:,} tokens, the model reads {most:,}"
+            wrong = f"a conversation of {lengths.max() + 1:,} tokens, but the model's context is {most:,}"
             way = f"make shorter ones with python data/sft.py --max-len {most + 1}"
             raise RunError(f"{dataset.root}/sft holds {wrong}; {way}")
         self.count = len(lengths)
@@ -96,15 +91,13 @@ class Conversations:
 # ---- the run
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(BaseModel):
     """What finetuning adds to the Config of a run; the entry "finetune" of config.json."""
 
     run: str  # directory of the source
     checkpoint: str  # name of the one it started from
     packs: int
     lr: float
-    moments: bool  # kept: "slightly better" in nanochat
 
 
 def new_job(script: ModuleType, args: argparse.Namespace):
@@ -114,7 +107,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
-    settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
+    settings = Settings(run=args.run, checkpoint=checkpoint.name, packs=packs, lr=lr)
     base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
     dataset = tuning.read_data(script.Dataset.open, config.data)
@@ -129,23 +122,17 @@ def new_job(script: ModuleType, args: argparse.Namespace):
 
 
 def resumed_job(script: ModuleType, args: argparse.Namespace):
-    """The job of the run in args.run_dir, as it began, with the flags that may change."""
+    """The job of the run in args.run_dir, with the flags that may change on resume."""
     run_dir = Path(args.run_dir)
     description = script.read_description(run_dir)
-    command = description.get("command")
-    if command != "finetune":
-        tool = "runs/rl.py" if command == "rl" else Path(script.__file__).name
-        way = f"continue it with python {tool} --resume --run-dir {run_dir}"
-        other = f"finetune it with python runs/finetune.py {run_dir}"
-        raise RunError(f"{run_dir} is no finetuning run; {way}, or {other}")
-
+    tuning.check_command(run_dir, description, "finetune")
     settings = Settings(**description["finetune"])
-    for name in ("run", "packs", "lr", "moments"):
+    for name in ("run", "packs", "lr"):
         old = getattr(settings, name)
         new = getattr(args, name)
         if new is not None and new != old:
             wrong = f"the run has {old}, the flags ask for {new}"
-            raise RunError(f"--resume cannot change {name}: {wrong}; leave it out, or start a new run")
+            raise RunError(f"--resume cannot change {name}: {wrong}; omit it, or start a new run")
     config = script.change_config(script.read_config(run_dir), args)
     return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
 
@@ -173,8 +160,9 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=lambda state: tuning.load_source(script, state, source, settings.moments),
-        **tuning.tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
+        # With the moments of the source: "slightly better" in nanochat.
+        load_start=lambda state: tuning.load_source(script, state, source, moments=True),
+        **tuning.tool_entries("finetune", {"finetune": settings.model_dump()}, __file__),
     )
 
 
@@ -193,7 +181,7 @@ def script_directory(argv: list[str]) -> Path:
         return Path(known.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
         way = "name it first, as in python runs/finetune.py RUN"
-        raise RunError(f"finetuning starts from a run directory with a checkpoint; {way}")
+        raise RunError(f"finetuning needs a run directory with a checkpoint to start from; {way}")
     return Path(argv[0])
 
 
@@ -203,12 +191,9 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     parser.usage = "%(prog)s RUN [flags], or %(prog)s --resume --run-dir DIR [flags]"
     parser.description = __doc__.splitlines()[0]
     add = parser.add_argument
-    add("run", nargs="?", metavar="RUN", help="run directory to start from; comes first")
-    add("--packs", type=int, metavar="N", help="packs in a step")
-    add("--lr", type=float, metavar="X", help="rate at the start, as a fraction of pretraining's")
-    # None where it is not given, which --resume needs to know of all flags.
-    empty = "start with empty optimizer moments"
-    add("--no-moments", dest="moments", action="store_const", const=False, help=empty)
+    add("run", nargs="?", metavar="RUN", help="run directory to start from, as the first argument")
+    add("--packs", type=int, metavar="N", help="packs per step")
+    add("--lr", type=float, metavar="X", help="initial rate as a fraction of the pretraining rate")
     return parser
 
 

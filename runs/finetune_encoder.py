@@ -1,17 +1,14 @@
 """Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
 
     python runs/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
-    python runs/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    how well it finds
+    python runs/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
     python runs/finetune_encoder.py --resume --run-dir out/embed                    continue a run
 
-RUN is a run directory of train_encoder.py, or one of this script. A line of a pairs file is
-{"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from
-any corpus. The embedding of a text is the mean of its last hidden states, with length 1. A step
-brings queries close to their positives, against the positives and negatives of the whole batch
-over all GPUs. Held-out pairs are scored by nDCG@10 and recall@10, beside BM25 on the same texts.
-
-The run directory holds the files of a pretraining run and this script. Export the result for
-sentence-transformers with runs/export_encoder.py.
+RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
+{"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from any corpus.
+The embedding of a text is the normalised mean of its last hidden states. Training pulls queries towards their
+positives, away from the other positives and negatives of the whole batch over all GPUs. Held-out pairs are scored by
+nDCG@10 and recall@10, next to BM25. runs/export.py exports the result for sentence-transformers.
 
 Letters in shape comments: T packed tokens, D width, N texts.
 """
@@ -34,7 +31,6 @@ import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
-from scipy import sparse
 
 
 class Settings(BaseModel):
@@ -45,12 +41,12 @@ class Settings(BaseModel):
     pairs: Path = Field(description="file to train on, see data/pairs.py")
     val_pairs: Path = Field(description="file to score on")
     steps: int = Field(1000, ge=1, description="length of the run")
-    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
-    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
-    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
+    batch: int = Field(256, ge=1, description="pairs per step, over all GPUs")
+    max_len: int = Field(256, ge=1, description="tokens of a text that are kept")
+    negatives: int = Field(1, ge=0, description="negatives of each pair to use, at most")
     temperature: float = Field(0.05, gt=0, description="of the similarities")
-    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
-    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
+    muon_lr: float = Field(0.002, gt=0, description="initial rate of matrices")
+    adam_lr: float = Field(0.0006, gt=0, description="initial rate of the embedding")
     seed: int = Field(0, ge=0, description="of the order of the pairs")
     eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
     save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
@@ -60,7 +56,7 @@ class Settings(BaseModel):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
-    score_only = "score RUN on --val-pairs and train nothing"
+    score_only = "score RUN on --val-pairs without training"
     parser.add_argument("--score-only", action="store_true", help=score_only)
     add_flags(parser, Settings.model_fields)
 
@@ -183,30 +179,26 @@ def ranking_scores(task: Task, scores: Iterable[np.ndarray]) -> dict[str, float]
     return {"ndcg@10": float(np.mean(ndcg)), "recall@10": float(np.mean(recall))}
 
 
-def count_words(texts: list[str], columns: dict[str, int]) -> sparse.csr_array:
-    """How often each text has each word, (texts, words); new words get new columns."""
-    counts = Counter()
-    for row, text in enumerate(texts):
-        counts.update((row, columns.setdefault(word, len(columns))) for word in re.findall(r"\w+", text.lower()))
-    rows, places = zip(*counts, strict=True) if counts else ((), ())
-    return sparse.csr_array((list(counts.values()), (rows, places)), (len(texts), len(columns)), float)
-
-
 def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
     """Scores of all documents for each query.
 
     Okapi BM25 over words of letters and digits, with Lucene's k1 = 1.2, b = 0.75 and idf.
     """
-    columns = {}
-    counts = count_words(documents, columns)
-    lengths = np.maximum(counts.sum(1), 1)
-    found = (counts > 0).sum(0)  # documents that have a word
-    idf = np.log(1 + (len(documents) - found + 0.5) / (found + 0.5))
+    words_of = lambda text: re.findall(r"\w+", text.lower())
+    counts = [Counter(words_of(text)) for text in documents]
+    lengths = np.array([max(count.total(), 1) for count in counts])
     norm = 1.2 * (1 - 0.75 + 0.75 * lengths / lengths.mean())
-    row, column = counts.nonzero()
-    counts.data = idf[column] * counts.data / (counts.data + norm[row])
-    for query in count_words(queries, dict(columns))[:, : len(columns)]:
-        yield counts @ query.toarray()
+    index = {}  # of each word: (number of a document, how often it is there)
+    for row, count in enumerate(counts):
+        for word, times in count.items():
+            index.setdefault(word, []).append((row, times))
+    index = {word: np.array(entries).T for word, entries in index.items()}
+    for query in queries:
+        scores = np.zeros(len(documents))
+        for rows, times in (index[word] for word in words_of(query) if word in index):
+            idf = math.log(1 + (len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
+            scores[rows] += idf * times / (times + norm[rows])
+        yield scores
 
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
@@ -230,7 +222,7 @@ def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
 
 
 def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
-    """This rank's share of some texts, packed in micro-batches; a longer text is one of its own."""
+    """This rank's share of some texts, packed into micro-batches; a text above the limit gets its own."""
     ranks = state.ranks
     most = encoder.micro_batch_limit(state.config, ranks.device)
     groups = []
@@ -245,7 +237,7 @@ def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
 
 
 def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
-    """All `count` rows, of which rank r has every world-th from r on; without gradient."""
+    """All `count` rows; rank r holds every world-th, starting at r. Without gradient."""
     if ranks.world == 1:
         return part_ND.detach()
     share = -(-count // ranks.world)
@@ -266,7 +258,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
 def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
-    Another positive of the same query is no wrong answer, nor is the query's own text, so they are left out.
+    Other positives of a query and its own text are not wrong answers, so they are masked.
     Args: row[i] the row of embeddings_ND that text i has
     """
     task = retrieval_task(pairs)
@@ -289,9 +281,9 @@ def texts_of(pairs: list[Pair]) -> list[int]:
 def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
-    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its gradient is that of
-    its own texts. A share that takes several micro-batches is embedded twice: first all of it without a graph, then a
-    micro-batch at a time with the gradients of its embeddings (arXiv 2101.06983).
+    Every rank embeds its share of the texts, computes the loss of the whole batch and backpropagates to its own texts.
+    A share of several micro-batches is embedded twice: first without a graph, then one micro-batch at a time with the
+    gradients of its embeddings (arXiv 2101.06983).
     """
     ranks = state.ranks
     texts = texts_of(pairs)
@@ -342,18 +334,16 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
 
 
 def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
-    """The pairs of each step from that of a run on, with what the loop of train_small.py asks of a batch."""
-    steps = itertools.count(run.state.step)
-    seed = run.job.config.seed
+    """The pairs of each step, starting at the run's, as batches for the loop of train_small.py."""
 
-    def next_pairs() -> SimpleNamespace:
-        chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
-        pairs = [train.pairs[i] for i in chosen]
-        tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
-        unused = {"reader_state": None, "positions": None, "notes": {}}
-        return SimpleNamespace(pairs=pairs, total_tokens=tokens, **unused)
+    def batches() -> Iterator[SimpleNamespace]:
+        for step in itertools.count(run.state.step):
+            chosen = pairs_of_step(len(train.pairs), batch, run.job.config.seed, step)
+            pairs = [train.pairs[i] for i in chosen]
+            tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
+            yield SimpleNamespace(pairs=pairs, total_tokens=tokens, reader_state=None, positions=None, notes={})
 
-    return SimpleNamespace(next=next_pairs, close=lambda: None)
+    return SimpleNamespace(next=batches().__next__, close=lambda: None)
 
 
 def finetune(args: argparse.Namespace) -> dict:
@@ -374,7 +364,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     train = read_pairs(settings.pairs, settings.negatives)
     held_out = read_pairs(settings.val_pairs, settings.negatives)
     if len(train.pairs) < settings.batch:
-        found = f"{settings.pairs} holds {len(train.pairs):,} pairs, a step takes {settings.batch:,}"
+        found = f"{settings.pairs} holds {len(train.pairs):,} pairs but a step takes {settings.batch:,}"
         raise RunError(f"{found}; lower --batch, or make more pairs")
     for data in (train, held_out):
         data.tokenize(tokenizer, settings.max_len)

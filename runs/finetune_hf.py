@@ -5,15 +5,15 @@
     python runs/finetune_hf.py sft @runs/sft_qwen.toml --lora-rank 16 --lr 2e-4
     python runs/finetune_hf.py --resume --run-dir out/RUN
 
-`sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
-files (@FILE or @ FILE) and from flags, and the last one counts. --help lists them. It needs requirements-hf.txt.
+`sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
+files (@FILE or @ FILE) and flags; the last one wins. It needs requirements-hf.txt.
 
-A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
-is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
+Documents are packed: positions restart at 0 in each, and no token sees another document. The loss is the mean over all
+counted tokens of a step, over all ranks and micro-batches.
 
 The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and model/
-of save_pretrained: talk to it with runs/chat.py. With --lora-rank, adapter/ has the adapters, and in model/ they are
-merged into the weights. The last line on stdout is one JSON object with the result.
+for from_pretrained and runs/chat.py. With --lora-rank, adapter/ holds the adapters and model/ has them merged. The last
+line on stdout is one JSON object with the result.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 import tomllib
@@ -46,9 +45,9 @@ COUNTS = ("documents", "tokens", "counted")  # what is known of it
 
 
 class Source(BaseModel, extra="forbid"):
-    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so that none is logged."""
+    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so they are never logged."""
 
-    path: str = Field(description="a dataset of the hub, or json, parquet, text")
+    path: str = Field(description="a dataset on the hub, or json, parquet, text")
     name: str | None = Field(None, description="configuration of the dataset")
     data_dir: str | None = Field(None, description="folder of the dataset")
     data_files: str | list[str] | None = Field(None, description="files or patterns")
@@ -62,32 +61,32 @@ class Config(BaseModel, extra="forbid"):
     command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
     model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
-    run_dir: Path = Field(description="where the run is written")
+    run_dir: Path = Field(description="run directory to write")
     resume: bool = Field(False, description="continue the run in --run-dir")
     data: Source
-    val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
+    val_rows: int = Field(200, ge=1, description="rows held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
-    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
+    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, and in the longest document")
     workers: int = Field(1, ge=1, description="processes that tokenize and pack")
-    packs: int = Field(32, ge=1, description="packs in a step, over all ranks")
-    micro_packs: int = Field(4, ge=1, description="packs that one GPU takes at once")
+    packs: int = Field(32, ge=1, description="packs per step, over all ranks")
+    micro_packs: int = Field(4, ge=1, description="packs in a micro-batch of one GPU")
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
     steps: int | None = Field(None, ge=1, description="optimizer steps")
     seed: int = Field(0, ge=0, description="of the order of packs")
-    lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW; it ends at a tenth")
-    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
+    lr: float = Field(1e-5, gt=0, description="peak learning rate of AdamW; decays to a tenth")
+    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps used for warm-up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     lora_rank: int | None = Field(None, ge=1, description="train only LoRA adapters, of this rank")
-    attention: str | None = Field(None, description="of transformers, or varlen, torch's own; default: varlen or sdpa")
+    attention: str | None = Field(None, description="of transformers, or torch's varlen; default: varlen or sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
-    wandb: str | None = Field(None, description="project of Weights & Biases")
+    wandb: str | None = Field(None, description="also log to Weights & Biases under this name")
 
 
 class ReadFile(argparse.Action):
-    """Takes the settings of a TOML file, or those of a run from its config.json."""
+    """Reads settings from a TOML file, or those of a run from its config.json."""
 
     def __call__(self, parser, namespace, file, flag=None):
         with explain(f"{file} cannot be read", "correct its name or that line"):
@@ -99,7 +98,7 @@ class ReadFile(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A flag for each setting. What is not given is not in the result."""
+    """A flag for each setting. Flags that are not given are not in the result."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
         description=__doc__,
@@ -138,6 +137,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_small
 
+train_small.UserError = RunError  # what its functions raise
+
 # ---- training
 
 
@@ -156,9 +157,12 @@ class Run:
     """A run in progress."""
 
     config: Config
+    ranks: train_small.Ranks
+    log: train_small.Log
     tokenizer: Any
-    train: "Packs"
-    val: "Packs"
+    train: datasets.Dataset  # packs
+    val: datasets.Dataset
+    counts: dict[str, np.ndarray]  # of each training pack
     model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int
@@ -171,24 +175,25 @@ class Run:
 
 def train(config: Config) -> dict:
     """Trains from the first step or the newest checkpoint to the end. Returns the result."""
-    device = start_ranks()
+    ranks = start_ranks()
     description = load_description(config)
-    prepare_run_dir(config)
+    log = prepare_run_dir(config, ranks)
     tokenizer = load_tokenizer(config)
     packs, val = load_data(config, tokenizer)
-    model = build_model(config, description, device)
+    model = build_model(config, description, ranks.device)
     check_documents(model)
     optimizer = build_optimizer(model, config)
 
-    count = len(packs.rows)
+    count = len(packs)
     total = config.steps * config.packs if config.steps else max(1, round(config.epochs * count))
     steps = math.ceil(total / config.packs)  # the last one may have fewer packs
     epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
-    origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
-    longest = max(int(np.max(row)) for part in (packs, val) for row in part.rows["lengths"])
+    origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
+    longest = max(int(np.max(row)) for part in (packs, val) for row in part["lengths"])
     order = np.hstack(orders)[:total]
-    run = Run(config, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
+    counts = {name: packs[name][:] for name in COUNTS}
+    run = Run(config, ranks, log, tokenizer, packs, val, counts, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
 
@@ -202,23 +207,20 @@ def run_steps(run: Run) -> None:
     progress = run.progress
     say(f"training: step {progress.step:,} of {run.steps:,}, {run.config.packs:,} packs each")
 
-    caught = []  # signals, read between steps
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: caught.append(number))
-
+    stopper = train_small.Stopper(run.ranks)
     if progress.step == 0:
         evaluate(run)
     while progress.step < run.steps:
         train_step(run)
         last = progress.step == run.steps
         due = last or progress.step % run.config.save_every == 0
-        stop = all_sum(len(caught)) > 0
+        stop = any(run.ranks.gather(stopper.caught_at))
         if due:
             evaluate(run)
         if due or stop:
             save(run)
         if stop and not last:
-            raise RunError(f"stopped at step {progress.step:,}, which is saved; use --resume")
+            raise RunError(f"stopped and saved at step {progress.step:,}; continue with --resume")
 
 
 def train_step(run: Run) -> None:
@@ -229,7 +231,7 @@ def train_step(run: Run) -> None:
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
     start = progress.step * config.packs
     rows = run.order[start : start + config.packs]
-    counted = run.train.total("counted", rows)
+    counted = int(run.counts["counted"][rows].sum())  # on all ranks, without asking each other
     batches = run.ahead or list(micro_batches(run, run.train, rows))
 
     run.model.train()
@@ -239,7 +241,7 @@ def train_step(run: Run) -> None:
         run.model.set_requires_gradient_sync(last)
         run.model.set_reshard_after_backward(last)
         loss = packed_loss(run.model, batch, counted)
-        (loss * dist.get_world_size()).backward()  # FSDP averages gradients, the sum is wanted
+        (loss * run.ranks.world).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
     # The packs of the next step are read while the GPU still works on this one.
@@ -252,14 +254,15 @@ def train_step(run: Run) -> None:
     run.optimizer.zero_grad()
     norm = norm.item()  # waits for the GPU
     if not math.isfinite(norm):
-        raise RunError(f"the gradient became {norm}; lower --lr, with --resume if it saved")
+        raise RunError(f"the gradient became {norm}; lower --lr, and --resume if there is a checkpoint")
 
     seconds = time.perf_counter() - began
     progress.step += 1
-    progress.tokens += run.train.total("tokens", rows)
+    tokens = int(run.counts["tokens"][rows].sum())
+    progress.tokens += tokens
     progress.train_seconds += seconds
     progress.val_loss = math.inf
-    log_step(run, all_sum(total.item()), norm, seconds, rows)
+    log_step(run, sum(run.ranks.gather(total.item())), norm, tokens / seconds)
 
 
 def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
@@ -282,15 +285,15 @@ def evaluate(run: Run) -> None:
     """Loss over all packs of the validation data, in nats for each counted token."""
     progress = run.progress
     run.model.eval()
-    rows = np.arange(len(run.val.rows))
-    counted = run.val.total("counted", rows)
+    rows = np.arange(len(run.val))
+    counted = int(run.val["counted"][:].sum())
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
     reshard(run.model)
-    progress.val_loss = all_sum(total.item())
-    entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
-    write_log(run, entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+    progress.val_loss = sum(run.ranks.gather(total.item()))
+    run.log.say(f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+    run.log.write({"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss})
 
 
 # ---- data: rows of load_dataset -> documents -> packs -> micro-batches
@@ -300,7 +303,7 @@ def load_description(config: Config):
     """The model's config.json. Raises: RunError if there is none, or if packs are longer than the model's context"""
     name = config.model_name
     if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise RunError(f"--model-name {name} is no folder; give one of save_pretrained, or a name on the hub")
+        raise RunError(f"--model-name {name} does not exist; give a folder of save_pretrained, or a name on the hub")
     with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
         description = AutoConfig.from_pretrained(name, trust_remote_code=False)
     longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
@@ -325,8 +328,8 @@ def load_tokenizer(config: Config):
     return tokenizer
 
 
-def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
-    """Training and validation packs. One process of each machine makes them, the others read its cache."""
+def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Training and validation packs. One process per machine makes them; the others read its cache."""
     is_first = dist.get_node_local_rank(fallback_rank=0) == 0
     patient = dist.new_group(timeout=timedelta(hours=24), backend="gloo")  # tokenizing takes long
     if not is_first:
@@ -339,7 +342,7 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
     column = config.column or {"sft": "messages", "pretrain": "text"}[config.command]
     if column not in rows.column_names:
         raise RunError(f"no column {column} in {rows.column_names}; name one with --column")
-    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too much", "lower it"):
+    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too many", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
     val_packs = make_packs(config, tokenizer, parts["test"], column)
@@ -349,8 +352,8 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
     return train_packs, val_packs
 
 
-def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> "Packs":
-    """Tokens of all rows, then packs of them; both come from the cache where it has them."""
+def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """Tokenizes and packs rows; both results are cached."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
     with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
         identity = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template, column]
@@ -361,16 +364,16 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     identity = [arguments, config.workers]  # each worker packs a part of the rows
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
-        raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
-    counts = {name: np.asarray(packed[name]) for name in COUNTS}
-    documents, tokens, counted = (f"{counts[name].sum():,}" for name in COUNTS)
-    found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
-    say(f"data: {found}, {tokens} tokens, {counted} of them counted")
-    return Packs(packed.with_format("numpy"), counts)
+        raise RunError(f"none of the {len(rows):,} rows fits; check --sequence-length")
+    packs = packed.with_format("numpy")
+    documents, tokens, counted = (packs[name][:].sum() for name in COUNTS)
+    found = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
+    say(f"data: {found}, {tokens:,} tokens, {counted:,} of them counted")
+    return packs
 
 
 def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list):
-    """rows.map, cached by the data, the function's text and identity. Its own hash changes as a tokenizer is used."""
+    """rows.map, cached by data, source and identity: the default hash changes whenever a tokenizer is used."""
     return rows.map(
         function,
         batched=True,
@@ -384,9 +387,9 @@ def cached_map(config: Config, rows, function: Callable, arguments: dict, identi
 
 
 def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
-    """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
+    """Each text with the tokenizer's BOS, if any, and EOS. Every token counts."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    with explain(f"column {column} has a row that is no text", "drop such rows"):
+    with explain(f"column {column} has a row without text", "drop such rows"):
         rows = tokenizer(batch[column], verbose=False)["input_ids"]
     rows = [row if row[-1:] == end else row + end for row in rows]
     return {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
@@ -407,17 +410,17 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
 
 
 def present(value):
-    """A value without the nulls of Arrow, which gives every dict the keys of all others in its column."""
+    """A value without the nulls of Arrow, which gives every dict of a column the keys of all the others."""
     if isinstance(value, dict):
         return {k: present(v) for k, v in value.items() if v is not None}
     return [present(v) for v in value] if isinstance(value, list) else value
 
 
 def pack(batch: dict, length: int, cut: bool) -> dict:
-    """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
+    """Packs documents by best fit, the longest first.
 
-    One that is too long is cut into parts that share a token, so that no target is lost, or else left out. So is one
-    that counts nothing. The model shifts labels itself, so the label of a document's first token is ignored.
+    Documents that are too long are cut into parts that share a token, so no target is lost, or else dropped; so are
+    those without counted tokens. The model shifts labels itself, so the label of a document's first token is ignored.
     """
     documents = []
     for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
@@ -450,33 +453,22 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
 
 
 def filling(tokens: int, longest: int) -> list[int]:
-    """Lengths of documents that padding is cut into, because attention costs time for the longest one."""
+    """Lengths of the documents that padding is split into: attention takes as long as the longest one needs."""
     return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
-@dataclass
-class Packs:
-    """Packs of one split. All ranks know what a step counts without asking each other."""
-
-    rows: datasets.Dataset
-    counts: dict[str, np.ndarray]  # for each row
-
-    def total(self, name: str, rows: np.ndarray) -> int:
-        return int(self.counts[name][rows].sum())
-
-
-def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
+def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterator[dict]:
     """This rank's share of some packs. All ranks get the same number of micro-batches, all of one shape."""
-    world = dist.get_world_size()
-    mine = rows[dist.get_rank() :: world]
+    world = run.ranks.world
+    mine = rows[run.ranks.rank :: world]
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
-        found = [packs.rows[int(row)] for row in mine[start : start + size]]
+        found = [packs[int(row)] for row in mine[start : start + size]]
         yield collate(found, size, run.config.sequence_length, run.longest, run.model.device)
 
 
 def collate(rows: list[dict], size: int, length: int, longest: int, device: torch.device) -> dict:
-    """Arguments of the model: packs one behind the other, and empty ones where rows are missing."""
+    """Arguments of the model: the packs in one sequence, filled up with empty ones to `size`."""
     empty = {"input_ids": np.zeros(length, np.int64), "labels": np.full(length, IGNORED)}
     empty["lengths"] = filling(length, longest)
     rows = rows + [empty] * (size - len(rows))
@@ -498,7 +490,7 @@ def collate(rows: list[dict], size: int, length: int, longest: int, device: torc
 def build_model(config: Config, description, device: torch.device) -> nn.Module:
     """Loads the model and applies, in this order: kernels, recomputation, compilation, FSDP.
 
-    What is trained is fp32. What LoRA freezes stays in the type it came in.
+    Trained weights are fp32. Weights frozen by LoRA keep their dtype.
     """
     own_dtype = description.dtype or torch.float32
     dtype = own_dtype if config.lora_rank else torch.float32
@@ -534,17 +526,17 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
 
 
 def lora_config(rank: int):
-    """Adapters at all matrices but the head, with PEFT's usual scale."""
+    """Adapters on all matrices except the head, with PEFT's usual scale."""
     return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained: all, or with LoRA the adapters."""
+    """The trained parameters: all, or the adapters with LoRA."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def apply_liger(hf) -> dict:
-    """Liger's fused cross-entropy where it knows the model, and its arguments. Of layers, the compiler fuses more."""
+    """Applies Liger's fused cross-entropy if it knows the model; returns its arguments. torch compiles the layers."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
@@ -559,7 +551,7 @@ def apply_liger(hf) -> dict:
 
 
 def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **others):
-    """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
+    """torch's attention for packed documents, with the signature that transformers calls. No dropout."""
     if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise RunError(f"varlen attention does not fit {type(module).__name__}; use --attention sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -571,11 +563,11 @@ def varlen_attention(module, query, key, value, mask, scaling=None, sliding_wind
 
 
 def check_documents(hf) -> None:
-    """Raises RunError if a document gives something else behind others than in front of them."""
+    """Raises RunError if a document's logits depend on the documents before it in the pack."""
     first, _, last = logits_of(hf, [*range(16), *range(16, 0, -1), *range(16)], [16] * 3).split(16)
     error = (first - last).norm() / first.norm()
     if not error < (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
-        raise RunError(f"{hf.config.model_type} models mix the documents of a pack; take another")
+        raise RunError(f"{hf.config.model_type} models mix the documents of a pack; use another model")
 
 
 @torch.no_grad()
@@ -591,13 +583,13 @@ def logits_of(hf, tokens: list[int], lengths: list[int], **options) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights behind a forward; only a backward pass does that by itself."""
+    """Frees the gathered weights after a forward pass; only a backward pass does so by itself."""
     for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
         module.reshard()
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW, decay on matrices alone. Moments start at zero, so that they can be loaded."""
+    """AdamW with decay on matrices only. Moments exist from the start, so that a checkpoint can be loaded into them."""
     trained = [*trainable(model).values()]
     lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head is among them
     matrices = {p for p in trained if p.ndim > 1} - lookups
@@ -624,10 +616,10 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 
 def save(run: Run) -> None:
-    """A checkpoint in safetensors files, one for each rank. It gets its name when it is complete."""
+    """Saves a checkpoint in safetensors files, one per rank. It gets its name once it is complete."""
     folder = run.config.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
     unfinished = folder.with_suffix(".tmp")
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
@@ -635,7 +627,7 @@ def save(run: Run) -> None:
     dcp.save(tensors_of(run), storage_writer=writer)
 
     # Process 0 comes here when all have written.
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         files = sorted(unfinished.iterdir())
         with ThreadPoolExecutor() as pool:
             hashes = dict(zip([file.name for file in files], pool.map(train_small.file_sha256, files), strict=True))
@@ -648,11 +640,11 @@ def save(run: Run) -> None:
 
 
 def newest_whole(folder: Path) -> tuple[Path, dict] | None:
-    """The newest checkpoint of a run that is what was saved, and its state.json; says which ones it skips."""
+    """The newest undamaged checkpoint of a run and its state.json; says which ones it skips."""
     for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
             return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
-        except (train_small.UserError, OSError, ValueError) as error:
+        except (RunError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
@@ -672,35 +664,30 @@ def prune(folder: Path, keep: int) -> None:
 def load_newest(run: Run) -> None:
     """Continues from the newest checkpoint, written by any number of ranks."""
     folder = run.config.run_dir
-    found = [newest_whole(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, device=torch.device("cpu"))
-    if not found[0]:
-        raise RunError(f"{folder} holds no whole checkpoint; start it again without --resume")
-    newest, state = found[0]
+    found = run.ranks.gather(newest_whole(folder) if run.ranks.is_main else None)[0]
+    if not found:
+        raise RunError(f"{folder} has no undamaged checkpoint; start again without --resume")
+    newest, state = found
     if state["origin"] != run.origin:
-        found = "other data, model, length, packs, workers or seed"
-        raise RunError(f"{folder} has {found}; see config.json")
+        raise RunError(f"{folder} was started with other data, model, length, packs, workers or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():
         moments["step"].fill_(run.progress.step)
-    if dist.get_rank() == 0:  # what was logged behind the checkpoint will be logged again
-        kept = [entry for entry in report.read_log(folder) if entry["step"] <= run.progress.step]
-        lines = "".join(json.dumps(entry) + "\n" for entry in kept)
-        (folder / "log.jsonl").write_text(lines, encoding="utf-8")
+    run.log.rewind(run.progress.step)
 
 
 def export(run: Run) -> None:
-    """Writes model/, which from_pretrained reads, in the type the weights came in."""
+    """Writes model/ for from_pretrained, in the original dtype of the weights."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(run.model, options=options)  # on rank 0
-    if dist.get_rank() == 0:
+    if run.ranks.is_main:
         dtype = run.model.export_dtype
         hf = run.model
         if run.config.lora_rank:
             hf, state = merge(run.config, state)
         hf.config.dtype = dtype
-        labels = run.train.rows[0]["labels"]
+        labels = run.train[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
         if last in run.tokenizer.added_tokens_decoder:
             hf.generation_config.eos_token_id = last
@@ -714,7 +701,7 @@ def export(run: Run) -> None:
 
 
 def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model with the adapters of a state merged into its weights, and its own state."""
+    """Saves the adapters of a state; returns the model with them merged, and its state."""
     model = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=torch.float32, trust_remote_code=False)
     model = peft.get_peft_model(model, lora_config(config.lora_rank))
     model.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in state.items()})
@@ -726,7 +713,7 @@ def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str
 
 def sample_text(run: Run) -> str:
     """The beginning of a held-out document, continued greedily by 64 tokens. All ranks compute it."""
-    row = run.val.rows[0]
+    row = run.val[0]
     start = int(np.argmax(row["labels"] != IGNORED))  # of the first answer
     start = start if run.config.command == "sft" else min(16, int(row["lengths"][0]) // 2)
     tokens = row["input_ids"][:start].tolist()
@@ -735,31 +722,17 @@ def sample_text(run: Run) -> str:
     return run.tokenizer.decode(tokens)
 
 
-def write_log(run: Run, entry: dict, line: str) -> None:
-    """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
-    say(line)
-    if dist.get_rank() == 0:
-        with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        if project := run.config.wandb:
-            import wandb  # only where it is asked for
-
-            (wandb.run or wandb.init(project=project)).log(entry, step=entry["step"])
-
-
-def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
-    """Loss, speed and memory of a step on some packs. Padding counts as no work."""
+def log_step(run: Run, loss: float, norm: float, speed: float) -> None:
+    """Loss, speed and memory of a step. Padding counts as no work."""
     progress = run.progress
-    tokens = run.train.total("tokens", rows)
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
-    entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": tokens / seconds, "eta_seconds": eta}
-    parts = [f"loss {loss:.4f}", f"norm {norm:.2f}", f"{tokens / seconds:,.0f} tokens/s"]
-    if torch.cuda.is_available():
-        entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        parts.append(f"{entry['memory_gib']:.1f} GiB")
-    parts.append(f"{timedelta(seconds=round(eta))} left")
-    write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
+    entry |= {"lr": run.optimizer.param_groups[0]["lr"], "tokens_per_second": speed, "eta_seconds": eta}
+    entry["memory_gib"] = train_small.peak_memory_gib(run.ranks.device)
+    used = f"{speed:,.0f} tokens/s, {entry['memory_gib']:.1f} GiB"
+    left = f"{timedelta(seconds=round(eta))} left"
+    run.log.say(f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, {used}, {left}")
+    run.log.write(entry)
 
 
 def finish(run: Run) -> dict:
@@ -770,9 +743,8 @@ def finish(run: Run) -> dict:
     steps = [entry for entry in report.read_log(folder) if "loss" in entry]
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder), "loss": steps[-1]["loss"]}
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
-    if "memory_gib" in steps[-1]:
-        result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
-    if dist.get_rank() == 0:
+    result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
+    if run.ranks.is_main:
         result = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
         (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         report.write_report(folder, with_samples=False)
@@ -784,8 +756,8 @@ def finish(run: Run) -> dict:
 # ---- processes, errors, command line
 
 
-def start_ranks() -> torch.device:
-    """Joins the processes of torchrun; one process alone is a group too."""
+def start_ranks() -> train_small.Ranks:
+    """Joins the processes of torchrun; a single process forms a group of its own."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -794,26 +766,24 @@ def start_ranks() -> torch.device:
         backend = "cpu:gloo,cuda:nccl"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)
-    return device
+    return train_small.Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-def all_sum(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def prepare_run_dir(config: Config) -> None:
-    """The run directory with config.json and this script. One that has saved nothing may start anew."""
+def prepare_run_dir(config: Config, ranks: train_small.Ranks) -> train_small.Log:
+    """Makes the run directory with config.json and this script; one without a checkpoint may be started again."""
     folder = config.run_dir
     if not config.resume and (train_small.checkpoints(folder) or (folder / "model").exists()):
         raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
-    if dist.get_rank() == 0 and not config.resume:
+    log = train_small.Log(folder, ranks)
+    if ranks.is_main and not config.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.jsonl").unlink(missing_ok=True)
+        log.rewind(-1)
         (folder / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
         shutil.copy(__file__, folder)
+    if ranks.is_main and config.wandb:
+        log.start_wandb(config.wandb, config.model_dump(mode="json"))
+    return log
 
 
 @contextlib.contextmanager
@@ -826,7 +796,7 @@ def explain(what: str, advice: str) -> Iterator[None]:
 
 
 def make_config(argv: list[str]) -> Config:
-    """The settings, checked; the last one counts. With --resume those of the run come first."""
+    """The checked settings; the last one wins. With --resume those of the run come first."""
     flags = []
     for flag in argv:
         flag = re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), flag)
@@ -842,17 +812,15 @@ def make_config(argv: list[str]) -> Config:
     return check_settings(Config, settings | {"data": source})
 
 
-def start(argv: list[str]) -> dict:
-    """Trains by the flags. Returns the result. Raises: RunError"""
-    try:
-        return train(make_config(argv or ["--help"]))
-    except torch.OutOfMemoryError as error:
-        advice = "lower --micro-packs, or use --recompute"
-        raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
-
-
 def main(argv: list[str]) -> int:
-    return run_command(lambda: start(argv))
+    def work() -> dict:
+        try:
+            return train(make_config(argv or ["--help"]))
+        except torch.OutOfMemoryError as error:
+            advice = "lower --micro-packs, or use --recompute"
+            raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

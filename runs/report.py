@@ -3,12 +3,13 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
-after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
-A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
+Every training run ends with a report. It can be written again at any time, even during a run. Samples come from the
+newest checkpoint: continuations of three held-out documents after pretraining, answers to three questions after
+finetuning. After reinforcement learning the report shows answers to held-out questions before and after, from the log.
 """
 
 import argparse
+import contextlib
 import html
 import itertools
 import json
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
+from lib import chat_format
 from lib.command import RunError, first_line, run_command
 
 # What the table shows of result.json, or of log.jsonl before there is one.
@@ -89,7 +91,7 @@ def latest(entries: list[dict]) -> dict:
 
 
 def metric_rows(entries: list[dict], result: dict) -> dict:
-    """The metrics of a run. What is 0 was not measured, like the MFU of an unknown device."""
+    """The metrics of a run, without those that were not measured (0), such as the MFU of an unknown device."""
     rows = {}
     for name, (label, form) in METRICS.items():
         if result.get(name):
@@ -159,7 +161,7 @@ def plotted(entries: list[dict]) -> list[str]:
 
 
 def smooth_rewards(entries: list[dict]) -> list[dict]:
-    """Further entries with the mean reward of the last steps, for all but the first few."""
+    """More entries, with the mean reward of the last SMOOTHED steps."""
     found = [entry for entry in entries if "reward" in entry]
     spans = [found[i : i + SMOOTHED] for i in range(len(found) - SMOOTHED + 1)]
     return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
@@ -187,22 +189,11 @@ def plot_curves(entries: list[dict], title: str):
     return figure
 
 
-def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
-    """Writes curve.png; returns the line of the report that shows it, or why there is none."""
-    if not entries:
-        return "(no picture: nothing is logged yet)"
-    try:
-        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
-    except ImportError:
-        return "(no picture: matplotlib is not installed)"
-    return "![curve](curve.png)"
-
-
 # ---- samples
 
 
 def held_out_prompts(run) -> list[list[int]]:
-    """Ids of the first words of three held-out documents; of PROMPTS where the dataset is away."""
+    """Ids of the first words of three held-out documents, or of PROMPTS if the dataset is missing."""
     try:
         dataset = run.script.Dataset.open(run.config.data)
         documents = run.script.validation_documents(dataset, run.config)
@@ -212,32 +203,24 @@ def held_out_prompts(run) -> list[list[int]]:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 
-def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
-    """The ids that follow prompts, as far as the context has room."""
+def sample_texts(run, command: str) -> list[str]:
+    """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
     from lib import engine
 
+    if command == "finetune":
+        prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
+        options = ANSWER | {"stop": (run.tokenizer.specials[chat_format.ASSISTANT_END],)}
+    else:
+        prompts = held_out_prompts(run)
+        options = CONTINUATION | {"seed": run.config.seed}
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
-    generator = engine.Generator(run.model, run.tokenizer)
-    return generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
-
-
-def continuations(run) -> list[str]:
-    """Prompts and how the model continues them."""
-    prompts = held_out_prompts(run)
-    found = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
-    # Together, because a character may begin in the prompt and end behind it.
+    options["max_tokens"] = min(options["max_tokens"], room)
+    found = engine.Generator(run.model, run.tokenizer).generate(prompts, **options)
+    if command == "finetune":
+        answers = map(run.tokenizer.decode, found)
+        return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
+    # Decoded together, as a character may begin in the prompt and end after it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
-
-
-def answers_to_questions(run) -> list[str]:
-    """QUESTIONS and the model's most likely answers."""
-    from lib import chat_format
-
-    prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
-    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
-    found = generate(run, prompts, stop=stop, **ANSWER)
-    answers = map(run.tokenizer.decode, found)
-    return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
@@ -246,7 +229,7 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
-        found = answers_to_questions(run) if command == "finetune" else continuations(run)
+        found = sample_texts(run, command)
     except (RunError, RuntimeError) as error:  # torch's, if memory runs out
         return [], f"no samples: {first_line(error)}"
     return found, f"## Samples of step {run.step:,}"
@@ -273,7 +256,7 @@ def score_table(before: dict, after: dict) -> str:
 def answer_table(before: dict, after: dict) -> str:
     """Greedy answers to the first held-out questions in two evaluations."""
     rows = []
-    # More ranks than before may have left fewer to the first one.
+    # With more ranks than before, the first one may have had fewer questions.
     for a, b in zip(before["answers"], after["answers"], strict=False):
         first, last = (f"{entry['reward']:.2f}" for entry in (a, b))
         rows.append((cell(a["question"]), cell(a["expected"]), cell(a["answer"]), first, cell(b["answer"]), last))
@@ -290,7 +273,7 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         entries = read_log(run_dir)
     except FileNotFoundError as error:
-        raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
+        raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
     rows = table_rows(description, entries, result)
@@ -304,7 +287,10 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         parts.append(score_table(evaluations[0], evaluations[-1]))
         title = f"{name}: {rows['task']}"
     parts.append(table("| | |", "| --- | --- |", rows.items()))
-    parts.append(save_picture(run_dir, entries, title) + "\n")
+    with contextlib.suppress(ImportError):  # matplotlib may be missing
+        if entries:
+            plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+            parts.append("![curve](curve.png)\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]

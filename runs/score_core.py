@@ -4,10 +4,10 @@
     python runs/score_core.py out/RUN --items 200                  the first 200 items of each task
     torchrun --standalone --nproc_per_node=8 runs/score_core.py out/RUN
 
-The tasks are files in the run's dataset, made by data/core.py. CORE is the mean over the tasks of
-(accuracy - guessing) / (1 - guessing). The table goes to core.csv in the run directory, the score to its result.json,
-and the last line on stdout is one JSON object. An earlier checkpoint (--step), or a run that has not finished, gets
-only the table, core_step_N.csv. This executes the training script that lies in the run directory.
+data/core.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - guessing) /
+(1 - guessing). The table goes to core.csv in the run directory, the score to its result.json and, as one JSON object,
+to the last line on stdout. For an earlier checkpoint (--step) or an unfinished run there is only the table,
+core_step_N.csv. This executes the training script in the run directory.
 
 Letters in shapes: T tokens of a batch, R scored tokens of a batch, H heads, K head width.
 """
@@ -37,14 +37,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("run_dir", metavar="RUN", type=Path, help="run directory")
     add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
     add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
-    add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
+    add("--batch-tokens", type=int, metavar="N", help="tokens per batch (default: by memory)")
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
-    add("--attention", metavar="NAME", help="in place of the run's attention backend")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true", help="quicker start, slower scoring")
     args = parser.parse_args(argv)
-    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
-        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    if args.items < 0:
+        parser.error("--items must be at least 0")
     return args
 
 
@@ -66,10 +65,7 @@ NUM_TASKS = 22
 
 @dataclass
 class CoreTask:
-    """The items of one task. An item has a row of tokens for each of its choices.
-
-    A row has a span (start, end): the tokens row[start:end] are scored.
-    """
+    """The items of one task. An item has a row of tokens per choice; its span (start, end) is scored."""
 
     name: str
     kind: str  # multiple_choice, schema or language_modeling
@@ -82,8 +78,8 @@ class CoreTask:
     def read(path: Path, sha256: str, limit: int, max_seq_len: int) -> "CoreTask":
         """Reads a file of data/core.py.
 
-        Args:   limit: only the first items, 0: all; max_seq_len: longer rows lose their beginning
-        Raises: RunError if the file is missing or is not the one that dataset.json lists
+        Args:   limit: the first items only, 0: all; max_seq_len: longer rows lose their beginning
+        Raises: RunError if the file is missing or not the one listed in dataset.json
         """
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != sha256:
@@ -122,7 +118,7 @@ def core_files(dataset) -> dict[str, str]:
 
 
 def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
-    """How many inputs all rows begin with, before the first that predicts a scored token."""
+    """Length of the common prefix of all rows, up to the first input that predicts a scored token."""
     if len(rows) == 1:
         return 0
     shortest = min(len(row) for row in rows)
@@ -134,8 +130,8 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
 
 
 # ==== Packing
-# Items lie one after the other in a buffer of fixed size. What the choices of an item have in common is stored once;
-# each choice continues from there and does not see the others:
+# Items are packed into a buffer of fixed size. The common prefix of an item's choices is stored once; each choice
+# continues from there and does not see the others:
 #
 #     tokens     B q q q a a b b b      two choices, a a . and b b b . ; a token that is only a target is not stored
 #     positions  0 1 2 3 4 5 4 5 6      previous: for the first b, the token before is the last q
@@ -231,24 +227,19 @@ class CoreBatch:
 def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int = 256) -> Tensor:
     """q, k, v (T, H, K) -> (T, H, K): row i sees the keys first[i] <= j <= i, except skip[i] <= j < branch[i].
 
-    In blocks of queries, because a dense mask of all tokens would not fit into memory.
+    Works in blocks of queries, as a dense mask over all tokens would not fit into memory.
     """
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     index = torch.arange(len(q), device=q.device)
-    padded = F.pad(first, (0, -len(q) % block), value=len(q))
-    lows = padded.view(-1, block).amin(1).tolist()  # the first key that any query of a block sees
-    for number, low in enumerate(lows):
-        own = slice(number * block, min(len(q), (number + 1) * block))
-        seen = slice(low, own.stop)
-
+    for start in range(0, len(q), block):
+        own = slice(start, min(start + block, len(q)))
+        seen = slice(int(first[own].min()), own.stop)  # by any query of the block
         i = index[own, None]
         j = index[None, seen]
         visible = (j >= first[own, None]) & (j <= i)
         visible &= (j < skip[own, None]) | (j >= branch[own, None])
-
         heads = [t.transpose(0, 1)[None] for t in (q[own], k[seen], v[seen])]
-        part = F.scaled_dot_product_attention(*heads, visible, scale=scale)
-        y[own] = part[0].transpose(0, 1)
+        y[own] = F.scaled_dot_product_attention(*heads, visible, scale=scale)[0].transpose(0, 1)
     return y
 
 
@@ -264,8 +255,8 @@ def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, 
                             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """One block of BM rows and one head a program; sq, sk, sv and so are the strides of a token.
 
-    The training kernel of window attention with a gap of hidden keys. Here the first key may fall from row to row, so
-    a block begins at the least of its rows.
+    Window attention as in training, plus a gap of hidden keys. The first key may decrease from row to row, so a block
+    starts at the smallest of its rows.
     """
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
@@ -313,7 +304,7 @@ def kernel_runs(q: Tensor) -> bool:
 def branch_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor, scale: float
 ) -> Tensor:
-    """As branch_attention_ref, by the kernel where it can run."""
+    """branch_attention_ref, by the kernel where it runs."""
     if not kernel_runs(q):
         return branch_attention_ref(q, k, v, first, skip, branch, scale)
     T, H, D = q.shape
@@ -337,7 +328,7 @@ def _(q, k, v, first, skip, branch, scale):
 def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
     """Nats of the targets, fp32 (R,), and whether each is the most likely token, bool (R,).
 
-    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored.
+    The head is computed at picks_R only, as few tokens of a few-shot prompt are scored.
     """
     config = model.config
     first_T11 = (inputs.positions_T == 0)[:, None, None]
@@ -384,7 +375,7 @@ def pack_items(task: CoreTask, size: int, windows: tuple, bos_id: int) -> Iterat
             waiting.appendleft((rows, spans, first))
             yield batch
             batch = CoreBatch(size, windows, bos_id)
-        else:  # too long for any batch, but each of its choices is not
+        else:  # the item is too long for any batch, but each of its choices fits
             for number in reversed(range(len(rows))):
                 waiting.appendleft(([rows[number]], [spans[number]], first + number))
     yield batch
@@ -418,7 +409,7 @@ def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
     """The verdicts, bool (items,), from sums over the scored tokens of each row, three arrays.
 
     Language modelling: every scored token must be the most likely one. Multiple choice and schema: the right choice
-    must have the lowest mean of nats; the first of equals counts.
+    must have the lowest mean nats; ties go to the first.
     """
     begins = np.cumsum([0] + [len(rows) for rows in task.items])
     if task.kind == "language_modeling":
@@ -438,7 +429,7 @@ def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
 
 
 class TaskScore(NamedTuple):
-    """A row of the table and of the csv file; the last one, of all tasks, has no accuracy."""
+    """A row of the table and the csv file; the last one, the mean over tasks, has no accuracy."""
 
     task: str
     items: int
@@ -452,9 +443,9 @@ class TaskScore(NamedTuple):
 
 
 def make_table(tasks: Iterable[tuple], name: str, count: int) -> list[TaskScore]:
-    """Prints a row for each task, and a last one with their mean if there are `count`; returns the rows.
+    """Prints a row per task and one for the mean, which is empty unless there are `count` tasks; returns the rows.
 
-    Args: tasks: of each its name, which items are right, and the accuracy of guessing; name: of the mean
+    Args: tasks: name, which items are right, and accuracy of guessing of each; name: of the mean
     """
     say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
     begin = time.perf_counter()
@@ -489,7 +480,7 @@ def default_batch_tokens(device: torch.device) -> int:
 
 
 def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: dict) -> None:
-    """core.csv and result.json describe the finished model; other checkpoints have own tables."""
+    """core.csv and result.json describe the finished model; other checkpoints get tables of their own."""
     newest = run.script.checkpoints(run_dir)[-1]
     path = run_dir / "result.json"  # the run writes it when it has finished
     if newest.name != f"step_{run.step:06d}" or not path.is_file():
@@ -519,7 +510,7 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     bos_id = dataset.tokenizer.bos_id
     limit = model.config.max_seq_len
     size = args.batch_tokens or default_batch_tokens(ranks.device)
-    size = max(size, 2 * limit)  # a row and its targets must fit
+    size = max(size, 2 * limit)  # room for a row and its targets
     score = scorer(model, ranks.device.type == "cuda" and not args.no_compile)
 
     ranks.sync()
@@ -547,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
 
     def work() -> dict:
-        run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
+        run = engine.load_run(args.run_dir, args.step, dtype=args.dtype)
         return score_run(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
 
     return run_command(work)

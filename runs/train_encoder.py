@@ -4,16 +4,12 @@
     python runs/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/train_encoder.py --data data/shards/mine
 
-It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and predicts them from
-both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers, width 768, that of arXiv 2502.19587).
-Flags set every number; --help lists them. With --resume all of them are those that the run began with.
+It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides. --size is small (12
+layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587). Loop, loader, optimizer, log and
+checkpoints are those of train_small.py. The architecture is EuroBERT's (pre-norm, rotary positions, SwiGLU, no
+biases), which transformers knows. runs/finetune_encoder.py finetunes it for retrieval, runs/export.py exports it.
 
-Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is that of EuroBERT in
-transformers (RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no
-code of its own. runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
-
-Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V
-vocabulary, L layers, P packs, N texts.
+Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
 """
 
 import argparse
@@ -27,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import read_data, tool_entries
+from lib.tuning import check_command, read_data, tool_entries
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -39,24 +35,24 @@ CE_ROWS = 8192  # rows of logits that exist at the same time
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run; what has a description is a flag. Unknown names are passed over."""
+    """Every number of a run; fields with a description are flags. Unknown names are ignored."""
 
-    num_layers: int = Field(12, description="in place of that of --size")
+    num_layers: int = Field(12, description="overrides --size")
     width: int = Field(768, description="of the hidden states")
-    # 5 % faster than 64 on an H200, the same loss.
+    # Faster than 64, with the same loss.
     head_dim: int = Field(128, description="width of an attention head")
     mlp_width: int = Field(2048, description="hidden width of the SwiGLU")
-    max_seq_len: int = Field(1024, description="longest document; the rest is another one")
+    max_seq_len: int = Field(1024, description="longest document; longer ones are split")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
     data: str = Field("data/shards/climbmix", description="dataset directory")
-    mask_rate: float = Field(0.2, description="share of the tokens that are masked")
+    mask_rate: float = Field(0.2, description="share of tokens to mask")
     pack_tokens: int = Field(8192, description="tokens in a pack of documents")
-    # Attention looks at as many, whether there are or not.
-    pack_docs: int = Field(64, description="most documents in a pack")
-    packs: int = Field(16, description="packs in a step, over all GPUs")
-    max_epochs: int = Field(1, description="passes over the text that are allowed")
+    # Attention costs time for this many, present or not.
+    pack_docs: int = Field(64, description="documents in a pack, at most")
+    packs: int = Field(16, description="packs per step, over all GPUs")
+    max_epochs: int = Field(1, description="passes over the text, at most")
     val_tokens: int = Field(1_048_576, description="held-out tokens to score")
 
     steps: int = Field(2600, description="length of the run")
@@ -78,7 +74,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto, bfloat16 or float32")
     compile: bool = True
 
-    # No fields: what train_small.py asks of its own Config.
+    # Not fields: train_small.py reads them from its own Config.
     wandb = ""
     average = 0.0
     bigram_rows = 0
@@ -217,7 +213,7 @@ class Encoder(nn.Module):
             v = F.linear(a, vo[2 * layer]).view(-1, c.num_heads, c.head_dim)
             x = x + F.linear(attend(q, k, v).reshape(x.shape), vo[2 * layer + 1])
 
-            # Two products: one for both would write their gradients side by side first, 2 % of a step.
+            # Two products: one for both would first copy their gradients side by side.
             gate, up, down = mlp[layer].unbind(0)
             a = norm(x)
             x = x + (F.silu(F.linear(a, gate)) * F.linear(a, up)) @ down
@@ -252,32 +248,20 @@ class Encoder(nn.Module):
 # attend(q, k, v (T, H, K)) -> (T, H, K). A token sees its whole document and nothing else.
 
 
-def with_neighbours(x: Tensor, edge: int) -> Tensor:
-    """(blocks, block, ...) -> (blocks, 3 block, ...): the block before, the block, the one after."""
-    outside = torch.full_like(x[:1], edge)
-    before = torch.cat((outside, x[:-1]))
-    after = torch.cat((x[1:], outside))
-    return torch.cat((before, x, after), 1)
-
-
 def sdpa_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
     """Plain torch, on any device: blocks as long as the longest document see their neighbours."""
     T = positions_T.numel()
     block = min(max_doc, T)
     padding = -T % block
     starts = torch.arange(T, device=positions_T.device) - positions_T  # where a document begins
-    starts = F.pad(starts, (0, padding), value=-1).view(-1, block)
-    is_split = len(starts) > 1
-    key_starts = with_neighbours(starts, -2) if is_split else starts
-    mask = (starts[:, :, None] == key_starts[:, None, :])[:, None]
+    queries = F.pad(starts, (0, padding), value=-1).view(-1, block)
+    keys = F.pad(starts, (block, block + padding), value=-1).unfold(0, 3 * block, block)
+    mask = (queries[:, :, None] == keys[:, None, :])[:, None]
 
     def attend(q, k, v):
-        shape = (len(starts), block, *q.shape[1:])
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).view(shape) for x in (q, k, v))
-        if is_split:
-            k = with_neighbours(k, 0)
-            v = with_neighbours(v, 0)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, block)).transpose(1, 2)
+        k, v = (F.pad(x, (0, 0, 0, 0, block, block + padding)) for x in (k, v))
+        k, v = (x.unfold(0, 3 * block, block).transpose(2, 3) for x in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, mask)
         return y.transpose(1, 2).flatten(0, 1)[:T]
 
@@ -299,9 +283,7 @@ ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
-    """A Batch with tokens masked, and targets where they are.
-
-    In every pack the same share of the text tokens becomes the mask token.
+    """A Batch with the same share of text tokens masked in every pack, and targets there.
 
     Args: is_text_V which tokens of the vocabulary may be masked; seed of this batch
     """
@@ -324,7 +306,7 @@ def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
 
 
 class MaskedPacks(script.PackLoader):
-    """The masked packs of each step. Which tokens are masked does not depend on the ranks."""
+    """The masked packs of each step; the masks are the same for any number of ranks."""
 
     def __init__(self, reader, config: Config, ranks, is_text_V: np.ndarray, first_step: int = 0):
         self.sharing = ranks
@@ -335,14 +317,11 @@ class MaskedPacks(script.PackLoader):
         """This rank's packs. Every rank reads and masks all of them."""
         whole = super().batch(step)
         masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
-        share = len(masked.tokens) // self.sharing.world
-        own = slice(self.sharing.rank * share, (self.sharing.rank + 1) * share)
-        names = ("tokens", "targets", "positions", "ends")
-        return dataclasses.replace(masked, **{name: getattr(masked, name)[own] for name in names})
+        return script.share_of_rank(masked, 1, self.sharing)
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
-    """Training FLOPs: 6 a matrix weight, of the head for masked tokens, 12 x width a token seen."""
+    """Training FLOPs: 6 per matrix weight (the head counts masked tokens only), 12 x width per token attended to."""
     c = config
     layer = 4 * c.width**2 + 3 * c.width * c.mlp_width
     head = c.mask_rate * c.width * c.padded_vocab
@@ -359,13 +338,6 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
     return config.micro_batch_tokens or (65536 if device.type == "cuda" else 8192)
 
 
-def choose_packs(config: Config, ranks) -> int:
-    """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
-    share = max(1, config.packs // ranks.world)
-    most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
-    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
-
-
 def build_state(config: Config, ranks, say: Callable = print):
     """Model and optimizer with the weights of config.seed."""
     dtype = script.choose_dtype(config, ranks.device)
@@ -379,18 +351,18 @@ def build_state(config: Config, ranks, say: Callable = print):
     if config.compile and ranks.device.type == "cuda":
         forward = torch.compile(model, dynamic=False)
     optimizer = script.build_optimizer(model, config, parameter_table(config), ranks)
-    packs = choose_packs(config, ranks)
+    limit = micro_batch_limit(config, ranks.device)
+    packs = script.choose_packs(dataclasses.replace(config, micro_batch_tokens=limit), ranks)
     return script.TrainState(config, ranks, model, forward, optimizer, packs)
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
-    """The Config and config.json of an encoder's run, which must be of a command if one is named."""
+    """The Config and config.json of an encoder run. Raises: RunError if another command made it"""
     description = script.read_description(run_dir)
-    found = description.get("command")
-    if found not in ("train_encoder", "finetune_encoder"):
-        raise RunError(f"{run_dir} is no run of an encoder; name one that is")
-    if command not in ("", found):
-        raise RunError(f"{run_dir} is another kind of run; continue it with python runs/{found}.py --resume")
+    if command:
+        check_command(run_dir, description, command)
+    if description.get("command") not in ("train_encoder", "finetune_encoder"):
+        raise RunError(f"{run_dir} is not an encoder run; name one that is")
     return Config(**description["config"]), description
 
 
@@ -403,21 +375,18 @@ def pretrain(args: argparse.Namespace) -> dict:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
         config = check_settings(Config, {**SIZES[args.size], **vars(args)})
-    check_config(config, script.start_ranks().world)
+    check_config(config)
     job = make_job(config, read_data(script.Dataset.open, config.data))
     return script.train(job.config, args, job)
 
 
-def check_config(c: Config, world: int) -> None:
+def check_config(c: Config) -> None:
     """Raises RunError for the first setting that does not fit."""
     if c.width % c.head_dim or c.head_dim % 2:
         raise RunError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
         found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise RunError(f"{found}; a document must fit into a pack, so change one of them")
-    if c.packs % world:
-        found = f"--packs {c.packs} do not divide over {world} processes"
-        raise RunError(f"{found}; use a number that does")
+        raise RunError(f"{found}, but a document must fit into a pack; change one of them")
 
 
 def make_job(config: Config, dataset):

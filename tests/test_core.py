@@ -11,13 +11,11 @@ import random
 import shutil
 import sys
 from os.path import commonprefix  # of any lists
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import train_small as ts
-import zstandard
 
 from conftest import ALONE, MERGES, ROOT, TINY, WORDS, list_files, logits, random_model, sets, stops, write_dataset
 from processes import python
@@ -282,21 +280,6 @@ def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
             assert found.tolist() == scores[:5].tolist() and len(part.items) == 5
             for a, b in zip(part.items, full.items, strict=False):
                 assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("kind", ("zip", "tar"))
-def test_archives_and_repeats_give_the_same_files(data, bundle, tmp_path, kind):
-    """Folder, .zip and .tar.zst; a second run changes nothing; dataset.json lists every file."""
-    archive = Path(shutil.make_archive(tmp_path / "b", kind, bundle.parent, bundle.name))
-    if kind == "tar":
-        archive = tmp_path / "b.tar.zst"
-        archive.write_bytes(zstandard.compress((tmp_path / "b.tar").read_bytes()))
-    before = json.loads((data / "dataset.json").read_text())
-    assert sum(name.startswith("core/") for name in before["files"]) == 22
-    root = shutil.copytree(data, tmp_path / "data")
-    done = python("data/core.py", "--bundle", archive, "--data", root)
-    assert done.returncode == 0 and "arc_easy" in done.stdout, done.stderr
-    assert json.loads((root / "dataset.json").read_text()) == before
 
 
 def test_mistakes(data, bundle, tmp_path):

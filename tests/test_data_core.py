@@ -86,6 +86,8 @@ def test_every_file_is_listed_with_its_size_and_text(data, bundle):
     assert info["fingerprint"] == plain["fingerprint"]
     assert info["core"] == {"fingerprint": format.fingerprint(info["files"], "core")}
     before = info["core"]["fingerprint"]
+    core.build(bundle, data, 64)
+    assert format.read_dataset(data) == info, "the same files again"
     core.build(bundle, data, 5)
     assert format.read_dataset(data)["core"]["fingerprint"] != before, "cut rows are other files"
 

@@ -317,21 +317,6 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     assert format.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
 
 
-def test_large_and_broken_documents(tmp_path, corpus):
-    """A document longer than a shard gets one of its own; lone surrogates become question marks."""
-    texts = ["small one", "big " * 3000, "small two", "a\ud800b"]
-    source = write_jsonl(tmp_path / "x.jsonl", texts)
-    result = run(
-        *("--source", source, "--val-source", corpus / "val.jsonl", "--tokenizer", corpus / "tokenizer.json"),
-        *("--shard-tokens", 100, "--workers", 1, "--out", tmp_path / "out"),
-    )
-    assert result.returncode == 0, result.stderr
-    encoding = tokenizer.load(corpus / "tokenizer.json")
-    shards = [format.read_shard(p) for p in sorted((tmp_path / "out/pretrain").glob("train_*.bin"))]
-    decoded = [encoding.decode(shard.tolist()) for shard in shards]
-    assert decoded == ["<|bos|>small one", "<|bos|>" + texts[1], "<|bos|>small two<|bos|>a?b"]
-
-
 @pytest.mark.parametrize(("args", "parts"), [
     (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
     (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),

@@ -1,11 +1,10 @@
 """The tokenizer: lossless, safe against injected specials, exact byte counts, deterministic."""
 
 import base64
+import functools
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import format
@@ -15,6 +14,8 @@ import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
+
+from processes import python
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -34,11 +35,7 @@ def encoding(path):
     return tokenizer.load(path)
 
 
-def run(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(DATA / "tokenizer.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
+run = functools.partial(python, DATA / "tokenizer.py")
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200) | st.text(
     " \n\t\r<|bos|>a1'\u00fc\u2028", max_size=80
 )

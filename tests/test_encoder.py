@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 
-import export_encoder
+import export
 import finetune_encoder as ft
 import numpy as np
 import pairs as data_pairs
@@ -273,7 +273,7 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
         error = stops(te.main, "--resume", "--run-dir", pretrained, *others.split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
     assert "arguments are required: --run-dir" in stops(te.main, "--resume")
-    assert "another kind of run" in stops(ft.main, "--resume", "--run-dir", pretrained)
+    assert "is a run of runs/train_encoder.py; continue it with" in stops(ft.main, "--resume", "--run-dir", pretrained)
 
 
 # ---- pairs
@@ -407,19 +407,6 @@ def test_bm25_by_hand():
     assert unknown == pytest.approx([0, 0])
 
 
-def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
-    """Queries with several answers, and negatives among the documents."""
-    rows = [{"query": "q", "positive": "a", "negatives": ["n"]}, {"query": "q", "positive": "b"},
-            {"query": "r", "positive": "c"}]  # fmt: skip
-    data = ft.read_pairs(write_jsonl(tmp_path / "p.jsonl", rows), 1)
-    table = {"q": [1, 0], "r": [0, 1], "a": [0.9, 0], "b": [0.5, 0], "n": [0.7, 0], "c": [0, 0.9]}
-    embeddings = torch.tensor([table[text] for text in data.texts], dtype=torch.float32)
-    monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
-    ideal = 1 + 1 / math.log2(3)
-    expected = {"ndcg@10": ((1 + 1 / 2) / ideal + 1) / 2, "recall@10": 1.0}
-    assert ft.retrieval_scores(None, data) == pytest.approx(expected)
-
-
 # ---- contrast
 
 
@@ -538,8 +525,10 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
 @pytest.fixture(scope="module")
 def exported(finetuned, tmp_path_factory):
     out = tmp_path_factory.mktemp("export") / "model"
-    ran(export_encoder.main, finetuned, "--out", out)
-    assert "not an empty folder" in stops(export_encoder.main, finetuned, "--out", out)
+    code, said, _ = call(export.main, finetuned, "--out", out)
+    assert code == 0 and said.startswith(f"wrote {out}: step 8, ")
+    assert "not an empty folder" in stops(export.main, finetuned, "--out", out)
+    assert "is an encoder, which has no GGUF file here" in stops(export.main, finetuned, "--gguf", out)
     return out
 
 

@@ -1,7 +1,6 @@
 """The exported repository: tokenizer and chat template, the model card, errors. Its model: test_export_model.py."""
 
 import json
-import math
 import os
 import random
 import re
@@ -11,12 +10,11 @@ import export
 import pytest
 import tiktoken
 import tokenizer
-import torch
 import train_small as ts
 from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
-from conftest import ROOT, VARIED, export_run, random_model, random_texts, tiny_config, write_run
+from conftest import ROOT, VARIED, export_run, random_texts, write_run
 
 
 def test_tokenizer_equals_the_projects(bpe):
@@ -131,14 +129,10 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "x").write_text("mine")
-    model = random_model(tiny_config(vocab_size=900))
-    with torch.no_grad():
-        model.scalars[0, 0] = math.nan
-    diverged = write_run(tmp_path / "diverged", bpe, model=model)
     for run, out, flags, message in [
         (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
         (tmp_path / "none", new, (), "0 training scripts"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
-        (diverged, new, (), "not all finite"), (run_dir, full / "x" / "y", (), "Not a directory"),
+        (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
         capsys.readouterr()
         assert export.main([str(run), "--out", str(out), *flags]) == 1

@@ -29,7 +29,7 @@ from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
-from conftest import random_model, read_split, run_sft, saved, segments, sentence, snapshot, stops, tensors  # isort: skip
+from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
 from conftest import write_dataset, write_jsonl  # isort: skip
 from processes import python
 
@@ -241,7 +241,7 @@ def test_run_directory_is_complete(finished, base, data):
     run_dir, out = finished
     config = json.loads((run_dir / "config.json").read_text())
     assert config["command"] == "finetune" and json.loads((base / "config.json").read_text())["command"] == "pretrain"
-    settings = {"run": str(base), "checkpoint": "step_000020", "packs": 4, "lr": 0.8, "moments": True}
+    settings = {"run": str(base), "checkpoint": "step_000020", "packs": 4, "lr": 0.8}
     assert config["finetune"] == settings and config["flags"][0] == str(base)
     assert config["config"]["data"] == str(data) and config["config"]["width"] == 64
     tool = (ROOT / "runs" / "finetune.py").read_bytes()
@@ -288,12 +288,12 @@ def test_starts_from_the_models_weights(finished, base, data):
 
 @pytest.mark.parametrize("moments", (True, False))
 def test_moments(base, moments):
-    """Those of the source, or none; fp16 begins with its own loss scale."""
-    start = job(base, *([] if moments else ["--no-moments"]))
+    """Those of the source, or none as in reinforcement learning; fp16 begins with its own loss scale."""
+    start = job(base)
     state = ts.build_state(start.config, ALONE, lambda text: None)
     state.loss_scale = 65536.0
-    start.load_start(state)
     source = base / "checkpoints" / "step_000020"
+    start.load_start(state) if moments else tuning.load_source(ts, state, source, moments=False)
     weights, *moments_files = (load_file(source / name) for name in ts.CHECKPOINT_FILES)
     theirs = {name: moment for file in moments_files for name, moment in file.items()}
     assert (state.step, state.loss_scale, state.optimizer.count) == (0, 65536.0, 20 * moments)
@@ -404,22 +404,17 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert out.strip() == "in the sea" and "not finetuned" not in err
 
 
-def test_finetuning_again(finished, tmp_path):
-    """A finetuned run is a source like any other; the rate does not shrink a second time."""
-    assert finetune.main(tune(finished[0], tmp_path / "again", "--steps", 1)) == 0
-    config, first = ts.read_config(tmp_path / "again"), ts.read_config(finished[0])
-    assert config.stages == first.stages and config.muon_lr == first.muon_lr
-    assert ts.read_description(tmp_path / "again")["finetune"]["run"] == str(finished[0])
-
-
-def test_the_script_of_the_source_trains(base, tmp_path, capsys):
-    """Not that of the repository; and the run directory keeps it."""
-    source = shutil.copytree(base, tmp_path / "source")
+def test_finetuning_again(finished, tmp_path, capsys):
+    """A finetuned run is a source like any other, whose own script trains; the rate does not shrink a second time."""
+    source, again = shutil.copytree(finished[0], tmp_path / "source"), tmp_path / "again"
     script = source / "train_small.py"
     script.write_text(script.read_text().replace(" M parameters", " million parameters"))
-    assert finetune.main(tune(source, tmp_path / "sft", "--steps", 1)) == 0
+    assert finetune.main(tune(source, again, "--steps", 1)) == 0
     assert " million parameters" in capsys.readouterr().out
-    assert (tmp_path / "sft" / "train_small.py").read_bytes() == script.read_bytes()
+    assert (again / "train_small.py").read_bytes() == script.read_bytes()
+    config, first = ts.read_config(again), ts.read_config(source)
+    assert config.stages == first.stages and config.muon_lr == first.muon_lr
+    assert ts.read_description(again)["finetune"]["run"] == str(source)
 
 
 def test_defaults(base, tmp_path, monkeypatch, capsys):
@@ -430,7 +425,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     assert made.name.endswith("_train_small_finetune") and saved(made) == [1]
     assert ts.read_config(made).stages == ((1.0, 8, 0.8),)
     assert finetune.main(["--help"]) == 0
-    assert "--no-moments" in capsys.readouterr().out
+    assert "--packs N" in capsys.readouterr().out
 
 
 # ---- errors
@@ -441,8 +436,8 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["--steps", "5", "{base}"], ["name it first"]),
     (["--resume"], ["--resume needs --run-dir"]),
     (["{tmp}/none"], ["{tmp}/none is no run directory"]),
-    (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
-    (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
+    (["--resume", "--run-dir", "{base}"], ["{base} is a run of train_small.py; continue it with", "train_small.py"]),
+    (["--resume", "--run-dir", "{rl}"], ["{rl} is a run of runs/rl.py; continue it with", "runs/rl.py --resume"]),
     (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
     (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
     (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
@@ -450,7 +445,6 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
     (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
     (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
-    (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
     (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
 ], ids=lambda value: " ".join(value)[:40])  # fmt: skip
 def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
@@ -475,17 +469,17 @@ def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), [
-    ("dataset.json", lambda text: text[: len(text) // 2], "not a readable JSON file"),
-    ("dataset.json", lambda text: b"{}", "has format None"),
-    ("dataset.json", lambda text: b'{"format": "decoderstack-dataset-1"}', "lists no files"),
+    ("dataset.json", lambda text: text[: len(text) // 2], "is damaged (JSONDecodeError("),
+    ("dataset.json", lambda text: b"{}", "is damaged (KeyError('files'))"),
     ("tokenizer.json", lambda text: text.replace(b'"ranks"', b'"rank"'), "is damaged (KeyError('ranks'))"),
 ])  # fmt: skip
 def test_damaged_descriptions_are_named(name, damage, words, data, tmp_path):
-    """In the words of data/, where a script that trains fails with an error of its own."""
     root = shutil.copytree(data, tmp_path / "data")
     (root / name).write_bytes(damage((root / name).read_bytes()))
-    message = sentence(tuning.read_data, json.loads, root if name == "dataset.json" else root / name)
-    assert words in message and name in message
+    read, path = (ts.Dataset.open, root) if name == "dataset.json" else (ts.Tokenizer, root / name)
+    with pytest.raises(finetune.RunError, match="python data/check.py") as error:
+        tuning.read_data(read, path)
+    assert f"{path} {words}" in str(error.value)
 
 
 @pytest.mark.parametrize("change", [lambda mask: mask[:-2] + b"\1\1", None], ids=("changed", "missing"))
@@ -504,7 +498,7 @@ def test_bad_masks(change, base, data, tmp_path):
 def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
-    words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
+    words = ["holds a conversation of", "the model's context is 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 

@@ -227,7 +227,7 @@ def test_a_row_without_text_is_named(folder, tmp_path, capsys):
     words = ["pretrain", "--model-name", folder / "model", "--data.path", "json", "--run-dir", tmp_path / "run",
              "--sequence-length", 64]  # fmt: skip
     error = refused(capsys, *words, "--data.data-files", tmp_path / "texts.jsonl", "--val-rows", 1)
-    assert "column text has a row that is no text" in error and error.endswith("drop such rows")
+    assert "column text has a row without text" in error and error.endswith("drop such rows")
 
 
 @pytest.mark.parametrize(("name", "turn", "end", "answer"), [
@@ -303,7 +303,7 @@ def test_cache_serves_the_next_run(folder, monkeypatch):
         calls.clear()
         config = one_config(sequence_length=length)
         packs = ft.make_packs(config, byte_tokenizer(template), rows, "messages")
-        assert max(packs.counts["tokens"]) <= length
+        assert max(packs["tokens"]) <= length
         return list(calls)
 
     template = TEMPLATE.read_text() + "{# another cache than that of other tests #}"
@@ -568,7 +568,7 @@ def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(ft, "train_step", step)
         error = refused(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run")
-    assert "stopped at step 2, which is saved; use --resume" in error
+    assert "stopped and saved at step 2; continue with --resume" in error
     run(capsys, "--resume", "--run-dir", tmp_path / "run")
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -688,14 +688,14 @@ def test_later_settings_count(tmp_path):
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
     (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
-    (["--val-rows", "60"], "--val-rows 60 of 60 is too much"),
+    (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
     (["--chat-template", ROOT / "runs/sft_qwen.toml"], "does not mark what the assistant says with {% generation %}"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
-    (["--model-name", "/nowhere/x"], "--model-name /nowhere/x is no folder; give one of save_pretrained, or a name"),
+    (["--model-name", "/nowhere/x"], "--model-name /nowhere/x does not exist; give a folder of save_pretrained"),
     (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "--sequence-length is above the model's 256"),
     (["--attention", "eager9"], "--attention eager9 does not fit"),
-    (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
+    (["--sequence-length", "10"], "none of the 52 rows fits; check --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "/nowhere/config.json cannot be read (FileNotFoundError: "),
     (["@/nowhere.toml"], "/nowhere.toml cannot be read (FileNotFoundError: "),
     (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; fix that"),
@@ -713,7 +713,7 @@ def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, cap
     lengths = ["--sequence-length", 100], ["--packs", 4]
     for other in (*lengths, ["--seed", 1], ["--val-rows", 9], ["--workers", 2], ["--lora-rank", 8]):
         error = refused(capsys, "--resume", "--run-dir", reference, *other)
-        assert "has other data, model, length, packs, workers or seed" in error
+        assert "was started with other data, model, length, packs, workers or seed" in error
     assert (reference / "log.jsonl").read_text() == before
 
 
@@ -722,7 +722,8 @@ def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, caps
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run"]
     with monkeypatch.context() as patch:
         patch.setattr(ft, "packed_loss", lambda model, batch, counted: model(**batch).logits.sum() * math.nan)
-        assert "the gradient became nan; lower --lr, with --resume if it saved" in refused(capsys, *words)
-    assert "start it again without --resume" in refused(capsys, "--resume", "--run-dir", tmp_path / "run")
+        assert "the gradient became nan; lower --lr, and --resume if there is" in refused(capsys, *words)
+    resumed = refused(capsys, "--resume", "--run-dir", tmp_path / "run")
+    assert "has no undamaged checkpoint; start again without --resume" in resumed
     run(capsys, *words)
     assert losses_of(tmp_path / "run") == losses_of(reference)

@@ -100,14 +100,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), -1)
 
 
-class Scalars(nn.Module):
+def make_scalars(start: dict[str, float]) -> nn.ParameterDict:
     """Learned numbers, kept in fp32 whatever the dtype of the model."""
-
-    def __init__(self, **start: float):
-        super().__init__()
-        self.start = start
-        for name, value in start.items():
-            setattr(self, name, nn.Parameter(torch.tensor([value], dtype=torch.float32)))
+    return nn.ParameterDict({name: torch.tensor([value], dtype=torch.float32) for name, value in start.items()})
 
 
 class Gate(nn.Module):
@@ -127,7 +122,8 @@ class BigramEmbedding(nn.Module):
     def __init__(self, rows: int, width: int):
         super().__init__()
         self.embed = nn.Embedding(rows, width)
-        self.register_buffer("signs", torch.zeros(SIGN_ROWS, width, dtype=torch.int8))
+        signs = torch.randint(0, 2, (SIGN_ROWS, width), dtype=torch.int8) * 2 - 1
+        self.register_buffer("signs", signs)
 
     def forward(self, ids: Tensor, previous: Tensor, is_first: Tensor) -> Tensor:
         """ids, previous, is_first (B, T) -> (B, T, D); the first token of a text has a row of its own."""
@@ -215,17 +211,13 @@ class DecoderStackAttention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.cache_layer)  # keys as they are before the offset
-        if self.offsets_keys:
-            k = self.offset_keys(k, context.is_first_key)
+        if self.offsets_keys:  # the half without position becomes that of the token before
+            rotated, other = k.chunk(2, -1)
+            other = torch.where(context.is_first_key[:, None, :, None], other, before(other, 2))
+            k = torch.cat((rotated, other), -1)
         mask = context.masks[self.is_long]
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
         return self.o_proj(y.flatten(2))
-
-    def offset_keys(self, k: Tensor, is_first_key: Tensor) -> Tensor:
-        """Replaces the half of each key without position by that of the token before; k (B, H, S, K)."""
-        rotated, other = k.chunk(2, -1)
-        other = torch.where(is_first_key[:, None, :, None], other, before(other, 2))
-        return torch.cat((rotated, other), -1)
 
 
 class DecoderStackMLP(nn.Module):
@@ -275,7 +267,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             start["share_x0"] = 0.0
         if config.bigram_rows:
             start["share_bigram"] = 0.05
-        self.scalars = Scalars(**start)
+        self.scalars = make_scalars(start)
 
     def forward(self, x, shared_input, x0, bigram, mixed, context, past_key_values=None) -> Tensor:
         """The residual stream x (B, T, D) after this layer.
@@ -316,22 +308,6 @@ class DecoderStackPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["scalars"]
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """A plain start for a new model; the script that trained this one starts in other ways."""
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.01)
-        elif isinstance(module, Gate):
-            nn.init.zeros_(module.weight)
-        elif isinstance(module, Scalars):
-            for name, value in module.start.items():
-                nn.init.constant_(getattr(module, name), value)
-        elif isinstance(module, BigramEmbedding):
-            rng = torch.Generator().manual_seed(0)
-            module.signs.copy_(torch.randint(0, 2, module.signs.shape, generator=rng) * 2 - 1)
-
 
 class DecoderStackModel(DecoderStackPreTrainedModel):
     """Everything between token ids and the head."""
@@ -343,7 +319,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         if config.bigram_rows:
             self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
         start = {"backout": 0.0} if config.backout_layer >= 0 else {}
-        self.scalars = Scalars(**start)
+        self.scalars = make_scalars(start)
         self.mix = Mix(config) if config.mix_width else None
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderStackLayer(config, layer) for layer in layers)
@@ -402,8 +378,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
-            cache = past_key_values
-            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=cache)
+            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values)
             if index == self.config.backout_layer:
                 middle = x
         if middle is not None:
@@ -503,11 +478,11 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         weight = self.lm_head.weight
         self.lm_head = Head(weight.size(1), rows, self.config.logit_bias)
         self.lm_head.weight = weight
-        for attention in filter(None, [layer.self_attn for layer in self.model.layers]):
-            if attention.value_embed is not None:
-                table = attention.value_embed.weight.data
+        for module in self.modules():
+            if getattr(module, "value_embed", None) is not None:
+                table = module.value_embed.weight.data
                 table = F.pad(table, (0, 0, 0, rows - len(table)))
-                attention.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
+                module.value_embed = nn.Embedding.from_pretrained(table, freeze=False)
         return embeddings
 
     @can_return_tuple
@@ -540,20 +515,14 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
 
         loss = None
         if labels is not None:
-            labels = self.drop_labels(labels, attention_mask, position_ids)
+            if attention_mask is not None:
+                is_real = attention_mask.bool()
+                follows = F.pad(is_real[:, :-1], (1, 0), value=False)
+                labels = labels.masked_fill(~(is_real & follows), -100)
+            if position_ids is not None:
+                labels = labels.masked_fill(position_ids == 0, -100)
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
-
-    @staticmethod
-    def drop_labels(labels: Tensor, attention_mask, position_ids) -> Tensor:
-        """Labels with -100 at padding and wherever a text starts."""
-        if attention_mask is not None:
-            is_real = attention_mask.bool()
-            follows = F.pad(is_real[:, :-1], (1, 0), value=False)
-            labels = labels.masked_fill(~(is_real & follows), -100)
-        if position_ids is not None:
-            labels = labels.masked_fill(position_ids == 0, -100)
-        return labels
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs):
         """Refuses too long a request before its first token instead of in its middle."""

@@ -1,11 +1,11 @@
 """A run of runs/portable.args as a Qwen3ForCausalLM, in safetensors or GGUF; runs/export.py calls this.
 
-Qwen3's shape has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2,
-and two tables, one for the input and one for the output. What the script has beside them folds in exactly:
+Qwen3 has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2, and separate
+tables for input and output. What the script does differently is folded into the weights exactly:
 
-- A factor on the residual stream goes into all that was written to the stream before, as norm(a x) = norm(x).
-- The norm of the embedding goes into the input's table, which therefore is no longer the output's.
-- The attention scale goes into the gains of the queries' norm; all other gains are 1.
+- A factor on the residual stream is divided out of what is added to it later, as norm(a x) = norm(x).
+- The norm of the embedding is applied to the input table, which then differs from the output table.
+- The attention scale is put into the gains of the query norm; all other gains are 1.
 - Channels of queries and keys are reordered within each head.
 """
 
@@ -16,6 +16,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import torch
 from lib.command import RunError
 from safetensors.torch import load_file
@@ -98,25 +99,26 @@ def qwen_weights(model) -> dict[str, Tensor]:
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
         q, k, v = weights.qkv.view(3, D, D)
-        factor = positive(factor * model.scalars[0, layer].item(), layer)
-        tensors[f"{prefix}.input_layernorm.weight"] = ones
-        tensors[f"{prefix}.self_attn.q_proj.weight"] = reorder_channels(q, H)
-        tensors[f"{prefix}.self_attn.k_proj.weight"] = reorder_channels(k, H)
-        tensors[f"{prefix}.self_attn.v_proj.weight"] = v
-        tensors[f"{prefix}.self_attn.o_proj.weight"] = weights.o / factor
+        gate, up = weights.up.chunk(2)
+        for_attention = positive(factor * model.scalars[0, layer].item(), layer)
+        factor = positive(for_attention * model.scalars[1, layer].item(), layer)
+        tensors |= name_matrices(layer, q=reorder_channels(q, H), k=reorder_channels(k, H), v=v)
+        tensors |= name_matrices(layer, o=weights.o / for_attention, gate=gate, up=up, down=weights.down.T / factor)
         gain = c.attention_scale * math.sqrt(c.head_dim)
         tensors[f"{prefix}.self_attn.q_norm.weight"] = torch.full((c.head_dim,), gain)
         tensors[f"{prefix}.self_attn.k_norm.weight"] = torch.ones(c.head_dim)
-
-        gate, up = weights.up.chunk(2)
-        factor = positive(factor * model.scalars[1, layer].item(), layer)
+        tensors[f"{prefix}.input_layernorm.weight"] = ones
         tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
-        tensors[f"{prefix}.mlp.gate_proj.weight"] = gate
-        tensors[f"{prefix}.mlp.up_proj.weight"] = up
-        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T / factor
     tensors["model.norm.weight"] = ones
     tensors["lm_head.weight"] = model.embed[:V]
     return tensors
+
+
+def name_matrices(layer: int, **matrices: Tensor) -> dict[str, Tensor]:
+    """The matrices q, k, v, o, gate, up and down of a layer by their names in transformers."""
+    parts = {"gate": "mlp", "up": "mlp", "down": "mlp"}
+    named = {f"{parts.get(name, 'self_attn')}.{name}": matrix for name, matrix in matrices.items()}
+    return {f"model.layers.{layer}.{name}_proj.weight": matrix for name, matrix in named.items()}
 
 
 def positive(factor: float, layer: int) -> float:
@@ -127,9 +129,9 @@ def positive(factor: float, layer: int) -> float:
 
 
 def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
-    """Rows of Q or K (D, D): the second of each rotary pair into the first half of its head, the first behind.
+    """Reorders rows of Q or K (D, D): per head, first the second channels of all rotary pairs, then the first ones.
 
-    The script turns its first quarter with the second and its third with the fourth, in the other direction.
+    The script pairs the first quarter with the second and the third with the fourth, and turns the other way.
     """
     quarters = matrix.view(heads, 4, -1, matrix.size(1))
     return quarters[:, [1, 3, 0, 2]].reshape_as(matrix)
@@ -161,7 +163,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
             raise ValueError(f"its architecture is {fields['architectures']}")
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
         advice = "merge adapters into the model first, and save model and tokenizer in one folder"
-        raise RunError(f"{folder} is no portable export that was finetuned ({error}); {advice}") from None
+        raise RunError(f"{folder} is not a finetuned portable export ({error}); {advice}") from None
 
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -174,17 +176,12 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
 
 
 def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, vocabulary: Vocabulary) -> None:
-    """Writes a new GGUF file, whole or not at all, and says how to run it.
+    """Writes a new GGUF file, completely or not at all, and prints how to run it.
 
     Args:   kind one of TYPES; about with name and license, for people; fields of config.json;
             tensors by the names of Qwen3ForCausalLM
     Raises: RunError, OSError
     """
-    try:
-        import gguf
-    except ImportError:
-        raise RunError("GGUF needs a package; run pip install -r requirements.txt") from None
-
     if path.exists():
         raise RunError(f"{path} exists; choose another --gguf or remove it")
     if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
@@ -202,7 +199,7 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
         add_shape(writer, fields)
-        add_vocabulary(writer, gguf.TokenType, vocabulary, fields["vocab_size"])
+        add_vocabulary(writer, vocabulary, fields["vocab_size"])
         for key, tensor in tensors.items():
             values = tensor.detach().float().contiguous().numpy()
             stored = "f32" if values.ndim == 1 else kind  # gains stay fp32
@@ -219,7 +216,10 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         part.unlink(missing_ok=True)
     is_chat = vocabulary.end != vocabulary.bos
     print(f"wrote {path}: {kind}, {path.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
-    print(how_to_run(path, fields["max_position_embeddings"], is_chat))
+    context = fields["max_position_embeddings"]
+    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
+    print(HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt), end="")
+    print(CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}")
 
 
 def add_shape(writer, fields: dict) -> None:
@@ -236,12 +236,13 @@ def add_shape(writer, fields: dict) -> None:
     writer.add_vocab_size(fields["vocab_size"])
 
 
-def add_vocabulary(writer, types, vocabulary: Vocabulary, size: int) -> None:
+def add_vocabulary(writer, vocabulary: Vocabulary, size: int) -> None:
     """Tokens, merges, special tokens, and the chat template."""
     model = vocabulary.content["model"]
     specials = vocabulary.specials
     texts = {i: text for text, i in {**model["vocab"], **specials}.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]  # as llama.cpp fills rows of the table without a token
+    types = gguf.TokenType
     kinds = [types.CONTROL if text in specials else types.NORMAL for text in tokens]
     kinds = [kind if i in texts else types.UNUSED for i, kind in enumerate(kinds)]
     writer.add_tokenizer_model("gpt2")
@@ -277,10 +278,3 @@ PARAMETER stop <|assistant_end|>
 TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
 
 {{ end }}{{ .Prompt }}<|user_end|><|assistant_start|>{{ .Response }}<|assistant_end|>"""'''
-
-
-def how_to_run(path: Path, context: int, is_chat: bool) -> str:
-    """Commands for llama.cpp, and a Modelfile for ollama."""
-    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
-    modelfile = CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}"
-    return HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt) + modelfile

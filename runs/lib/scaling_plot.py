@@ -11,13 +11,13 @@ fewer than four points by a power). CORE is that of runs/score_core.py. The last
 """
 
 import argparse
-import csv
 import json
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 from matplotlib.figure import Figure
 from scipy.optimize import curve_fit
 from scipy.stats import linregress
@@ -50,37 +50,30 @@ def read_run(run_dir: Path) -> dict:
     }
 
 
-def column(rows: list[dict], key: str) -> np.ndarray:
-    return np.array([row[key] for row in rows])
+def budgets(runs: pandas.DataFrame) -> list[pandas.DataFrame]:
+    """Groups of runs, sorted by FLOPs, of at least three sizes whose FLOPs differ by at most 5 %."""
+    groups = []
+    while len(runs):
+        is_near = runs.flops <= 1.05 * runs.flops.iloc[0]
+        groups.append(runs[is_near])
+        runs = runs[~is_near]
+    return [group for group in groups if group.weights.nunique() >= 3]
 
 
-def budgets(rows: list[dict]) -> list[list[dict]]:
-    """Groups of rows, sorted by FLOPs, of at least three sizes whose FLOPs differ by at most 5 %."""
-    groups: list[list[dict]] = []
-    for row in rows:
-        if groups and row["flops"] <= 1.05 * groups[-1][0]["flops"]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [group for group in groups if len({row["weights"] for row in group}) >= 3]
-
-
-def optimum(group: list[dict]) -> dict:
+def optimum(group: pandas.DataFrame) -> dict:
     """Best size of a budget, and its parabola; no weights and tokens without a minimum between the sizes."""
-    weights = column(group, "weights")
-    val_bpb = column(group, "val_bpb")
-    flops = float(np.exp(np.mean(np.log(column(group, "flops")))))
-    curve = np.polyfit(np.log(weights), val_bpb, 2)
-    lowest = float(val_bpb.min())
+    flops = float(np.exp(np.log(group.flops).mean()))
+    curve = np.polyfit(np.log(group.weights), group.val_bpb, 2)
+    lowest = float(group.val_bpb.min())
     found = {"flops": flops, "curve": curve.tolist(), "val_bpb": lowest, "weights": None, "tokens": None}
     best = math.exp(-curve[1] / (2 * curve[0])) if curve[0] > 0 else 0.0  # else it opens downward
-    if weights.min() < best < weights.max():
+    if group.weights.min() < best < group.weights.max():
         lowest = float(np.polyval(curve, math.log(best)))
         found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
     return found
 
 
-def power(x: np.ndarray, y: np.ndarray) -> dict | None:
+def power(x: pandas.Series, y: pandas.Series) -> dict | None:
     """y = factor x ** exponent by least squares of logarithms; the error is one standard error, None for two points."""
     if len(x) < 2:
         return None
@@ -89,22 +82,22 @@ def power(x: np.ndarray, y: np.ndarray) -> dict | None:
     return {"exponent": float(fit.slope), "error": error, "factor": math.exp(fit.intercept)}
 
 
-def floor_and_power(x: np.ndarray, y: np.ndarray) -> dict | None:
+def floor_and_power(x: pandas.Series, y: pandas.Series) -> dict | None:
     """y = floor + factor x ** -exponent; without a floor if there are fewer than four points or no fit is found."""
     plain = power(x, y)
     if plain:
         plain |= {"exponent": -plain["exponent"], "floor": 0.0}
     if len(x) < 4:
         return plain
-    scale = x[0]  # keeps the numbers of the search near 1
+    scale = x.iloc[0]  # keeps the numbers of the search near 1
 
     def curve(x, floor, size, exponent):
         return floor + size * (x / scale) ** -exponent
 
-    start = (0.5 * min(y), 0.5 * y[0], 0.2)
-    most = (min(y), 10 * y[0], 3.0)
+    start = (0.5 * y.min(), 0.5 * y.iloc[0], 0.2)
+    most = (y.min(), 10 * y.iloc[0], 3.0)
     try:
-        found, covariance = curve_fit(curve, np.array(x), y, start, bounds=(0, most))
+        found, covariance = curve_fit(curve, x, y, start, bounds=(0, most))
     except RuntimeError:
         return plain
     floor, size, exponent = found.tolist()
@@ -112,18 +105,20 @@ def floor_and_power(x: np.ndarray, y: np.ndarray) -> dict | None:
     return {"floor": floor, "exponent": exponent, "factor": size * scale**exponent, "error": error}
 
 
-def analyse(rows: list[dict]) -> dict:
-    """Best sizes of all budgets, and the fits over them, from rows sorted by FLOPs."""
-    best = [optimum(group) for group in budgets(rows)]
-    inside = [found for found in best if found["weights"]]
-    points = best or rows
-    return {
-        "runs": len(rows),
-        "budgets": best,
-        "weights": power(column(inside, "flops"), column(inside, "weights")),
-        "tokens": power(column(inside, "flops"), column(inside, "tokens")),
-        "bpb": floor_and_power(column(points, "flops"), column(points, "val_bpb")),
-    }
+def best_sizes(result: dict) -> pandas.DataFrame:
+    """The budgets that have a minimum between their sizes."""
+    columns = ["flops", "weights", "tokens", "val_bpb"]
+    return pandas.DataFrame(result["budgets"], columns=columns).dropna().astype(float)
+
+
+def analyse(runs: pandas.DataFrame) -> dict:
+    """Best sizes of all budgets, and the fits over them, from runs sorted by FLOPs."""
+    result = {"runs": len(runs), "budgets": [optimum(group) for group in budgets(runs)]}
+    inside = best_sizes(result)
+    for name in ("weights", "tokens"):
+        result[name] = power(inside.flops, inside[name])
+    points = pandas.DataFrame(result["budgets"] or runs)
+    return result | {"bpb": floor_and_power(points.flops, points.val_bpb)}
 
 
 def describe(fit: dict | None, name: str) -> str:
@@ -137,29 +132,26 @@ def describe(fit: dict | None, name: str) -> str:
     return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ -({exponent})"
 
 
-def plot_bpb(axis, rows: list[dict], result: dict) -> None:
+def plot_bpb(axis, runs: pandas.DataFrame, result: dict) -> None:
     """Bits per byte over FLOPs, of each budget or else of each run, and the fit."""
-    points = result["budgets"] or rows
-    flops = column(points, "flops")
-    axis.plot(flops, column(points, "val_bpb"), "o", color=BLUE)
+    points = pandas.DataFrame(result["budgets"] or runs)
+    axis.plot(points.flops, points.val_bpb, "o", color=BLUE)
     if fit := result["bpb"]:
-        fine = np.geomspace(flops.min(), flops.max(), 100)
+        fine = np.geomspace(points.flops.min(), points.flops.max(), 100)
         axis.plot(fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color=BLUE, lw=1)
     if not result["budgets"]:
-        for row in rows:
-            axis.annotate(f"{row['num_layers']} layers", (row["flops"], row["val_bpb"]), fontsize=8)
+        for run in runs.itertuples():
+            axis.annotate(f"{run.num_layers} layers", (run.flops, run.val_bpb), fontsize=8)
     axis.set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
     axis.set_title(describe(fit, "bpb"), fontsize=9)
 
 
-def plot_sizes(axis, rows: list[dict], result: dict) -> None:
+def plot_sizes(axis, runs: pandas.DataFrame, result: dict) -> None:
     """Bits per byte over weights: the runs of each budget, its parabola, and a star at its minimum."""
-    for group, found in zip(budgets(rows), result["budgets"], strict=True):
-        weights = column(group, "weights")
-        label = f"{found['flops']:.1e} FLOPs"
-        (dots,) = axis.plot(weights, column(group, "val_bpb"), "o", label=label)
+    for group, found in zip(budgets(runs), result["budgets"], strict=True):
+        (dots,) = axis.plot(group.weights, group.val_bpb, "o", label=f"{found['flops']:.1e} FLOPs")
         color = dots.get_color()
-        fine = np.geomspace(weights.min(), weights.max(), 50)
+        fine = np.geomspace(group.weights.min(), group.weights.max(), 50)
         axis.plot(fine, np.polyval(found["curve"], np.log(fine)), color=color, lw=1)
         if found["weights"]:
             axis.plot(found["weights"], found["val_bpb"], "*", ms=14, color=color)
@@ -170,42 +162,31 @@ def plot_sizes(axis, rows: list[dict], result: dict) -> None:
 def plot_best(axis, result: dict) -> None:
     """Best weights and tokens over FLOPs, and their fits."""
     axis.set(xlabel="FLOPs", title="best weights and tokens")
-    inside = [found for found in result["budgets"] if found["weights"]]
-    if not inside:  # an empty axis cannot be logarithmic
+    inside = best_sizes(result)
+    if inside.empty:  # an empty axis cannot be logarithmic
         return
-    flops = column(inside, "flops")
-    fine = np.geomspace(flops.min(), flops.max(), 50)
+    fine = np.geomspace(inside.flops.min(), inside.flops.max(), 50)
     for key, color in (("weights", RED), ("tokens", BLUE)):
         fit = result[key]
-        axis.plot(flops, column(inside, key), "o", color=color, label=describe(fit, key))
+        axis.plot(inside.flops, inside[key], "o", color=color, label=describe(fit, key))
         if fit:
             axis.plot(fine, fit["factor"] * fine ** fit["exponent"], color=color, lw=1)
     axis.set(xscale="log", yscale="log")
     axis.legend(fontsize=8)
 
 
-def plot(rows: list[dict], result: dict, path: Path) -> None:
+def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
     """One picture, with two more panels if there are budgets."""
     panels = 3 if result["budgets"] else 1
     figure = Figure(figsize=(3 + 4 * panels, 4.5), layout="constrained")
     axes = figure.subplots(ncols=panels, squeeze=False)[0]
-    plot_bpb(axes[0], rows, result)
+    plot_bpb(axes[0], runs, result)
     if result["budgets"]:
-        plot_sizes(axes[1], rows, result)
+        plot_sizes(axes[1], runs, result)
         plot_best(axes[2], result)
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def print_table(rows: list[dict]) -> None:
-    heads = f"{'run':28}{'layers':>7}{'width':>7}{'weights':>14}{'tokens':>15}"
-    print(f"{heads}{'FLOPs':>10}{'bpb':>9}{'CORE':>9}{'seconds':>10}")
-    for row in rows:
-        sizes = f"{row['num_layers']:7}{row['width']:7}{row['weights']:14,}{row['tokens']:15,}"
-        core = f"{row['core']:9.4f}" if row["core"] is not None else " " * 9
-        found = f"{row['flops']:10.2e}{row['val_bpb']:9.4f}{core}{row['train_seconds']:10.1f}"
-        print(f"{row['run']:28}{sizes}{found}")
 
 
 def print_result(result: dict) -> None:
@@ -228,17 +209,18 @@ def main() -> None:
     finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
     if not finished:
         sys.exit(f"error: {args.folder} holds no finished run; train some with runs/scaling.sh")
-    rows = sorted(map(read_run, finished), key=lambda row: (row["flops"], row["weights"]))
-    result = analyse(rows)
+    runs = pandas.DataFrame(map(read_run, finished)).astype({"core": float})
+    runs = runs.sort_values(["flops", "weights"], ignore_index=True)
+    result = analyse(runs)
 
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "results.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows, result, out / "scaling.png")
+    runs.to_csv(out / "results.csv", index=False, lineterminator="\n")
+    plot(runs, result, out / "scaling.png")
 
-    print_table(rows)
+    forms = {"weights": "{:,}", "tokens": "{:,.0f}", "flops": "{:.2e}", "train_seconds": "{:.1f}"}
+    columns = ["run", "num_layers", "width", "weights", "tokens", "flops", "val_bpb", "core", "train_seconds"]
+    formatters = {name: form.format for name, form in forms.items()}
+    print(runs.to_string(columns=columns, formatters=formatters, float_format="{:.4f}".format, index=False, na_rep=""))
     print_result(result)
     print(f"{out / 'results.csv'}, {out / 'scaling.png'}")
     print(json.dumps(result))

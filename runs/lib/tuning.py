@@ -3,13 +3,12 @@
 import bisect
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from lib.command import RunError, first_line, print_note
+from lib.command import RunError, print_note
 
 
 def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
@@ -38,23 +37,12 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> li
 
 
 def read_data(read: Callable, path: str | Path):
-    """What the training script's Dataset.open or Tokenizer reads; if it fails, data/ says what is damaged.
-
-    Raises: RunError; SystemExit, by the scripts in data/
-    """
+    """What the training script's Dataset.open or Tokenizer reads. Raises: RunError if a file is damaged"""
     try:
         return read(path)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = first_line(error)
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
-    import format
-    import tokenizer
-
-    if Path(path).is_dir():
-        format.read_dataset(path)
-        path = Path(path) / "tokenizer.json"
-    tokenizer.read_spec(path)
-    raise RunError(f"{Path(path).parent} cannot be read ({problem}); make its .json files again")
+        way = "make its .json files again; python data/check.py says what is wrong with a dataset"
+        raise RunError(f"{path} is damaged ({error!r:.200}); {way}") from None
 
 
 def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
@@ -65,6 +53,14 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
         # The script speaks to someone who resumes.
         way = "wait until the run saves one, or name another run"
         raise RunError(str(error).replace("start again without --resume", way)) from None
+
+
+def check_command(run_dir: Path, description: dict, command: str) -> None:
+    """Raises RunError unless a run, by its config.json, is one of runs/COMMAND.py."""
+    found = description.get("command")
+    if found != command:
+        tool = f"runs/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
+        raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
