@@ -2,15 +2,16 @@
 
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
+    python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
 
-Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
-after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
-A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
+Every training run ends with it, and you may call it during a run. The newest checkpoint continues the first words of
+three held-out documents; after finetuning it answers three questions. After reinforcement learning the report shows the
+answers to held-out questions from the log, before and after.
 """
 
 import argparse
+import gzip
 import html
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -59,9 +60,7 @@ SMOOTHED = 20  # steps in mean_reward
 
 PROMPT_TOKENS = 8  # of a held-out document
 PROMPTS = ("Once upon a time", "The most important thing is", "In the year")  # without the dataset
-CONTINUATION = {"max_tokens": 100, "temperature": 0.5}
 QUESTIONS = ("Hello! Who are you?", "Why is the sky blue?", "Write a Python function that adds two numbers.")
-ANSWER = {"max_tokens": 128, "temperature": 0.0}
 
 
 # ---- what a run has written
@@ -71,6 +70,19 @@ def read_log(run_dir: Path) -> list[dict]:
     """The entries of log.jsonl; a run may still be writing the last line."""
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def read_reference(name: str) -> list[dict]:
+    """The log of a run, or of the first seed of an entry; @runs/NAME.args stands for its newest entry."""
+    folder = Path(name)
+    if name.startswith("@"):
+        entries = sorted((Path(__file__).parents[1] / "baselines").glob(f"*/{folder.name}"))
+        if not entries:
+            raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists the args files that have one")
+        folder = entries[-1].parent
+    for path in sorted(folder.glob("log_*.jsonl.gz")):
+        return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    return read_log(folder)
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:
@@ -135,11 +147,6 @@ def setting_rows(description: dict) -> dict:
     return rows
 
 
-def table_rows(description: dict, entries: list[dict], result: dict) -> dict:
-    """All rows of the table; metrics come first."""
-    return metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
-
-
 def table(header: str, ruler: str, rows: list) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([header, ruler, *lines]) + "\n"
@@ -165,8 +172,8 @@ def smooth_rewards(entries: list[dict]) -> list[dict]:
     return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
 
 
-def plot_curves(entries: list[dict], title: str):
-    """A matplotlib Figure with a plot for each unit."""
+def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict]]):
+    """A matplotlib Figure with a plot for each unit. References are other logs by name, drawn in grey."""
     from matplotlib.figure import Figure
 
     units = plotted(entries)
@@ -176,23 +183,25 @@ def plot_curves(entries: list[dict], title: str):
         by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
         if by_step:
             entries = entries + smooth_rewards(entries)
-        for name, label, style in PLOTS[unit]:
-            points = [entry for entry in entries if name in entry]
-            x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
-            if points:
-                axes.plot(x, [entry[name] for entry in points], label=label, **style)
+        for whose, log in {"": entries, **references}.items():
+            grey = {"color": "0.5", "zorder": 1} if whose else {}
+            for name, label, style in PLOTS[unit]:
+                points = [entry for entry in log if name in entry]
+                x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
+                if points:
+                    axes.plot(x, [entry[name] for entry in points], label=f"{whose} {label}".strip(), **style | grey)
         axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
 
 
-def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
+def save_picture(run_dir: Path, entries: list[dict], title: str, references: dict) -> str:
     """Writes curve.png; returns the line of the report that shows it, or why there is none."""
     if not entries:
         return "(no picture: nothing is logged yet)"
     try:
-        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+        plot_curves(entries, title, references).savefig(run_dir / "curve.png", dpi=120)
     except ImportError:
         return "(no picture: matplotlib is not installed)"
     return "![curve](curve.png)"
@@ -207,7 +216,7 @@ def held_out_prompts(run) -> list[list[int]]:
         dataset = run.script.Dataset.open(run.config.data)
         documents = run.script.validation_documents(dataset, run.config)
         long = (ids for ids, _ in documents if len(ids) > PROMPT_TOKENS + 1)
-        return [ids[: PROMPT_TOKENS + 1].tolist() for ids in itertools.islice(long, len(PROMPTS))]
+        return [ids[: PROMPT_TOKENS + 1].tolist() for _, ids in zip(PROMPTS, long, strict=False)]
     except run.script.UserError:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
@@ -224,7 +233,7 @@ def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[
 def continuations(run) -> list[str]:
     """Prompts and how the model continues them."""
     prompts = held_out_prompts(run)
-    found = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
+    found = generate(run, prompts, seed=run.config.seed, max_tokens=100, temperature=0.5)
     # Together, because a character may begin in the prompt and end behind it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
 
@@ -235,7 +244,7 @@ def answers_to_questions(run) -> list[str]:
 
     prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
     stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
-    found = generate(run, prompts, stop=stop, **ANSWER)
+    found = generate(run, prompts, stop=stop, max_tokens=128, temperature=0.0)
     answers = map(run.tokenizer.decode, found)
     return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
 
@@ -257,8 +266,7 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
 def cell(text: str) -> str:
     """A text as a cell of a table."""
-    text = html.escape(text, quote=False)
-    return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
 
 
 def score_table(before: dict, after: dict) -> str:
@@ -281,19 +289,20 @@ def answer_table(before: dict, after: dict) -> str:
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 
 
-def write_report(run_dir: Path, with_samples: bool = True, device: str | None = None, live=None) -> None:
+def write_report(run_dir: Path, with_samples=True, device: str | None = None, live=None, against=None) -> None:
     """report.md and curve.png of one run; shows the samples on the screen.
 
-    Args: live the script, model, tokenizer, config and step of a run that has just ended
+    Args: live the script, model, tokenizer, config and step of a run that has just ended; against for read_reference
     """
     try:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         entries = read_log(run_dir)
+        references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
         raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
-    rows = table_rows(description, entries, result)
+    rows = metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
     title = f"{name}: {next(iter(rows.values()), '')}"
     parts = [f"# {name}\n"]
     if not (run_dir / "result.json").is_file():
@@ -304,14 +313,13 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
         parts.append(score_table(evaluations[0], evaluations[-1]))
         title = f"{name}: {rows['task']}"
     parts.append(table("| | |", "| --- | --- |", rows.items()))
-    parts.append(save_picture(run_dir, entries, title) + "\n")
+    parts.append(save_picture(run_dir, entries, title, references) + "\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
 
-    command = description.get("command")
-    if with_samples and command in ("pretrain", "finetune"):
-        found, heading = samples(run_dir, command, device, live)
+    if with_samples and description.get("command") in ("pretrain", "finetune"):
+        found, heading = samples(run_dir, description["command"], device, live)
         if not found:
             print(heading)
         parts.append(f"{heading}\n")
@@ -326,13 +334,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--no-samples", action="store_true", help="quicker, needs no PyTorch")
+    parser.add_argument("--against", metavar="RUN", help="draw another run, an entry or @runs/NAME.args beside it")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> None:
         for run_dir in args.runs:
-            write_report(run_dir, not args.no_samples, args.device)
+            write_report(run_dir, not args.no_samples, args.device, against=args.against)
 
     return run_command(work)
 
