@@ -4,9 +4,8 @@
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
     python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
 
-Every training run ends with it, and you may call it during a run. The newest checkpoint continues the first words of
-three held-out documents; after finetuning it answers three questions. After reinforcement learning the report shows the
-answers to held-out questions from the log, before and after.
+Every training run ends with it, and you may call it during a run. The samples are the newest checkpoint's: three
+held-out documents continued, or three questions answered, or, from a log of reinforcement learning, answers over time.
 """
 
 import argparse
@@ -80,9 +79,8 @@ def read_reference(name: str) -> list[dict]:
         if not entries:
             raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists the args files that have one")
         folder = entries[-1].parent
-    for path in sorted(folder.glob("log_*.jsonl.gz")):
-        return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    return read_log(folder)
+    logs = sorted(folder.glob("log_*.jsonl.gz"))
+    return [*map(json.loads, gzip.decompress(logs[0].read_bytes()).splitlines())] if logs else read_log(folder)
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:
@@ -147,6 +145,11 @@ def setting_rows(description: dict) -> dict:
     return rows
 
 
+def table_rows(description: dict, entries: list[dict], result: dict) -> dict:
+    """All rows of the table; metrics come first."""
+    return metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
+
+
 def table(header: str, ruler: str, rows: list) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([header, ruler, *lines]) + "\n"
@@ -181,15 +184,13 @@ def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict
     figure.suptitle(title, parse_math=False)
     for axes, unit in zip(figure.subplots(1, len(units), squeeze=False)[0], units, strict=True):
         by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
-        if by_step:
-            entries = entries + smooth_rewards(entries)
+        entries = entries + (smooth_rewards(entries) if by_step else [])
         for whose, log in {"": entries, **references}.items():
             grey = {"color": "0.5", "zorder": 1} if whose else {}
             for name, label, style in PLOTS[unit]:
-                points = [entry for entry in log if name in entry]
-                x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
+                points = [(e["step"] if by_step else e["tokens"] / 1e6, e[name]) for e in log if name in e]
                 if points:
-                    axes.plot(x, [entry[name] for entry in points], label=f"{whose} {label}".strip(), **style | grey)
+                    axes.plot(*zip(*points, strict=True), label=f"{whose} {label}".strip(), **style | grey)
         axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -226,8 +227,7 @@ def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[
     from lib import engine
 
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
-    generator = engine.Generator(run.model, run.tokenizer)
-    return generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
+    return engine.Generator(run.model, run.tokenizer).generate(prompts, max_tokens=min(max_tokens, room), **options)
 
 
 def continuations(run) -> list[str]:
@@ -302,7 +302,7 @@ def write_report(run_dir: Path, with_samples=True, device: str | None = None, li
         raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
-    rows = metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
+    rows = table_rows(description, entries, result)
     title = f"{name}: {next(iter(rows.values()), '')}"
     parts = [f"# {name}\n"]
     if not (run_dir / "result.json").is_file():
