@@ -4,18 +4,21 @@
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
     python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
 
-Every training run ends with it, and you may call it during a run. The samples are the newest checkpoint's: three
-held-out documents continued, or three questions answered, or, from a log of reinforcement learning, answers over time.
+Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
+after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
+A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
 """
 
 import argparse
 import gzip
 import html
+import itertools
 import json
 import sys
 from pathlib import Path
 from statistics import fmean
 
+from lib import chat_format
 from lib.command import RunError, first_line, run_command
 
 # What the table shows of result.json, or of log.jsonl before there is one.
@@ -59,7 +62,9 @@ SMOOTHED = 20  # steps in mean_reward
 
 PROMPT_TOKENS = 8  # of a held-out document
 PROMPTS = ("Once upon a time", "The most important thing is", "In the year")  # without the dataset
+CONTINUATION = {"max_tokens": 100, "temperature": 0.5}
 QUESTIONS = ("Hello! Who are you?", "Why is the sky blue?", "Write a Python function that adds two numbers.")
+ANSWER = {"max_tokens": 128, "temperature": 0.0}
 
 
 # ---- what a run has written
@@ -184,28 +189,20 @@ def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict
     figure.suptitle(title, parse_math=False)
     for axes, unit in zip(figure.subplots(1, len(units), squeeze=False)[0], units, strict=True):
         by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
-        entries = entries + (smooth_rewards(entries) if by_step else [])
+        if by_step:
+            entries = entries + smooth_rewards(entries)
         for whose, log in {"": entries, **references}.items():
             grey = {"color": "0.5", "zorder": 1} if whose else {}
             for name, label, style in PLOTS[unit]:
-                points = [(e["step"] if by_step else e["tokens"] / 1e6, e[name]) for e in log if name in e]
+                points = [entry for entry in log if name in entry]
+                x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
+                y = [entry[name] for entry in points]
                 if points:
-                    axes.plot(*zip(*points, strict=True), label=f"{whose} {label}".strip(), **style | grey)
+                    axes.plot(x, y, label=f"{whose} {label}".strip(), **style | grey)
         axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
-
-
-def save_picture(run_dir: Path, entries: list[dict], title: str, references: dict) -> str:
-    """Writes curve.png; returns the line of the report that shows it, or why there is none."""
-    if not entries:
-        return "(no picture: nothing is logged yet)"
-    try:
-        plot_curves(entries, title, references).savefig(run_dir / "curve.png", dpi=120)
-    except ImportError:
-        return "(no picture: matplotlib is not installed)"
-    return "![curve](curve.png)"
 
 
 # ---- samples
@@ -217,36 +214,29 @@ def held_out_prompts(run) -> list[list[int]]:
         dataset = run.script.Dataset.open(run.config.data)
         documents = run.script.validation_documents(dataset, run.config)
         long = (ids for ids, _ in documents if len(ids) > PROMPT_TOKENS + 1)
-        return [ids[: PROMPT_TOKENS + 1].tolist() for _, ids in zip(PROMPTS, long, strict=False)]
+        return [ids[: PROMPT_TOKENS + 1].tolist() for ids in itertools.islice(long, len(PROMPTS))]
     except run.script.UserError:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 
-def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
-    """The ids that follow prompts, as far as the context has room."""
+def sample_texts(run, command: str) -> list[str]:
+    """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
     from lib import engine
 
+    if command == "finetune":
+        prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
+        options = ANSWER | {"stop": (run.tokenizer.specials[chat_format.ASSISTANT_END],)}
+    else:
+        prompts = held_out_prompts(run)
+        options = CONTINUATION | {"seed": run.config.seed}
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
-    return engine.Generator(run.model, run.tokenizer).generate(prompts, max_tokens=min(max_tokens, room), **options)
-
-
-def continuations(run) -> list[str]:
-    """Prompts and how the model continues them."""
-    prompts = held_out_prompts(run)
-    found = generate(run, prompts, seed=run.config.seed, max_tokens=100, temperature=0.5)
+    options["max_tokens"] = min(options["max_tokens"], room)
+    found = engine.Generator(run.model, run.tokenizer).generate(prompts, **options)
+    if command == "finetune":
+        answers = map(run.tokenizer.decode, found)
+        return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
     # Together, because a character may begin in the prompt and end behind it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
-
-
-def answers_to_questions(run) -> list[str]:
-    """QUESTIONS and the model's most likely answers."""
-    from lib import chat_format
-
-    prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
-    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
-    found = generate(run, prompts, stop=stop, max_tokens=128, temperature=0.0)
-    answers = map(run.tokenizer.decode, found)
-    return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
@@ -255,7 +245,7 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
-        found = answers_to_questions(run) if command == "finetune" else continuations(run)
+        found = sample_texts(run, command)
     except (RunError, RuntimeError) as error:  # torch's, if memory runs out
         return [], f"no samples: {first_line(error)}"
     return found, f"## Samples of step {run.step:,}"
@@ -266,7 +256,8 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
 def cell(text: str) -> str:
     """A text as a cell of a table."""
-    return html.escape(text, quote=False).replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
+    text = html.escape(text, quote=False)
+    return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
 
 
 def score_table(before: dict, after: dict) -> str:
@@ -313,13 +304,16 @@ def write_report(run_dir: Path, with_samples=True, device: str | None = None, li
         parts.append(score_table(evaluations[0], evaluations[-1]))
         title = f"{name}: {rows['task']}"
     parts.append(table("| | |", "| --- | --- |", rows.items()))
-    parts.append(save_picture(run_dir, entries, title, references) + "\n")
+    if entries:
+        plot_curves(entries, title, references).savefig(run_dir / "curve.png", dpi=120)
+        parts.append("![curve](curve.png)\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
 
-    if with_samples and description.get("command") in ("pretrain", "finetune"):
-        found, heading = samples(run_dir, description["command"], device, live)
+    command = description.get("command")
+    if with_samples and command in ("pretrain", "finetune"):
+        found, heading = samples(run_dir, command, device, live)
         if not found:
             print(heading)
         parts.append(f"{heading}\n")
