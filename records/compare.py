@@ -54,7 +54,7 @@ def number(pattern: str, text: str) -> float | None:
 
 def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Row]:
     """A log of modded-nanogpt: `step:250/1285 val_loss:4.4890 train_time:7925ms step_avg:31.70ms`."""
-    sizes = args.tokens_per_step
+    sizes = [int(size) for size in args.tokens_per_step.split(",") if size]
     bytes_per_token = args.bytes_per_token
     found = re.findall(r"^step:(\d+)/(\d+) (?:val_loss:([\d.]+) )?train_time:(\d+)ms", text, re.M)
     last, total, loss, milliseconds = found[-1]
@@ -228,22 +228,6 @@ def find_row(rows: list[Row], pattern: str) -> Row:
     return found[0]
 
 
-# ==== picture
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Bits per byte against tokens and against seconds."""
-    figure, panels = pictures.new_figure(1, 2, (12, 4.8))
-    pictures.draw_curves(panels[0], rows)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -253,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--price", type=float, metavar="USD", help="of one GPU for an hour: adds the cost")
     add("--target", type=float, metavar="BPB", help="adds the one-sided p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="picture of bits per byte (.png, .svg)")
-    add("--tokens-per-step", type=numbers, default=[], metavar="N[,N]", help="modded-nanogpt")
+    add("--tokens-per-step", metavar="N[,N]", default="", help="modded-nanogpt")
     add("--bytes-per-token", type=float, metavar="X", help="modded-nanogpt: of validation text")
     add("--write", action="store_true", help="update records/README.md and the pictures beside it")
     args = parser.parse_args(argv)
@@ -270,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     if base:
         blocks.append(differences(rows, base))
     if args.plot:
-        plot(rows, args.plot)
+        pictures.draw_rows(rows, args.plot)
         blocks.append(f"picture: {args.plot}")
     print("\n\n".join(blocks))
 

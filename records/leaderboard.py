@@ -1,4 +1,4 @@
-"""The leaderboard of records/README.md and its pictures, from baselines/ and tracks.json (compare.py --write)."""
+"""The leaderboard of records/README.md, CURVES.md and the pictures, from baselines/ (compare.py --write)."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,11 @@ import tracks
 
 README = entry.ROOT / "records" / "README.md"
 QUOTED = entry.ROOT / "records" / "quoted.json"
-BEGIN = "<!-- leaderboard: written by records/compare.py --write; do not edit -->"
-END = "<!-- /leaderboard -->"
+BEGIN = "<!-- written by records/compare.py --write; do not edit -->"
+END = "<!-- /written -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
 TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(entry.METRICS[key][0] for key in SHOWN[1:])]
+SHARES = (0.1, 0.25, 0.5, 1.0)
 SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the record before, rule 6
 
 
@@ -121,7 +122,8 @@ def leaderboard() -> str:
     records = in_order()
     on = {record["name"]: tracks.tracks_of(record, found) for record in records}
     blocks = []
-    for name, track in found["tracks"].items():
+    # What everyone can repeat comes first.
+    for name, track in sorted(found["tracks"].items(), key=lambda pair: pair[1]["dataset"] != found["picture"]):
         mine = [record for record in records if name in on[record["name"]]]
         if not mine:
             continue
@@ -136,10 +138,8 @@ def leaderboard() -> str:
 
 
 def about(track: dict, found: dict) -> str:
-    hardware = track["hardware"]
-    card = f"{track['class']}, {hardware['num_devices']} x {hardware['device']}"
-    fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
-    data = f"Dataset {track['dataset']}, fingerprint {fingerprint[:12]}"
+    card = f"{track['class']}, {track['hardware']['num_devices']} x {track['hardware']['device']}"
+    data = f"Dataset {track['dataset']}, fingerprint {found['datasets'][track['dataset']]['fingerprint'][:12]}"
     return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {card}."
 
 
@@ -177,28 +177,65 @@ def write() -> None:
     for folder in entry.folders():
         if problems := rules.problems(folder):
             raise entry.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
-    text = README.read_text(encoding="utf-8")
-    new = text[: text.index(BEGIN)] + leaderboard() + text[text.index(END) + len(END) :]
-    entry.write_whole(README, new)
-    state = "was current" if new == text else "is written"
-    print(f"{os.path.relpath(README)}: the leaderboard {state}")
+    for page, part in ((README, leaderboard()), (README.with_name("CURVES.md"), curves())):
+        text = page.read_text(encoding="utf-8")
+        new = text[: text.index(BEGIN)] + part + text[text.index(END) + len(END) :]
+        entry.write_whole(page, new)
+        print(f"{os.path.relpath(page)}: {'was current' if new == text else 'is written'}")
     for path in draw():
-        print(f"{os.path.relpath(path)}: the tracks of one dataset")
+        print(f"{os.path.relpath(path)}: written")
+
+
+# ==== today's entries
+
+
+def todays() -> dict[str, dict]:
+    """The newest entry of each args file whose flags are those of today; what everyone can repeat comes first."""
+    current = {}
+    for record in in_order():
+        if args := record["args"]:
+            paths = entry.BASELINES / record["name"] / args, entry.ROOT / "runs" / args
+            then, now = (entry.args_words(path.read_text(encoding="utf-8")) for path in paths)
+            current |= {args: record} if then == now else {}
+    first = tracks.read()["picture"]
+    return dict(sorted(current.items(), key=lambda pair: pair[1]["dataset"]["name"] != first))
+
+
+def rows_of(dataset: str) -> list[pictures.Row]:
+    """A row for each of them on a dataset, called by what its args file adds to the dataset's name."""
+    rows = []
+    for args, record in todays().items():
+        if record["dataset"]["name"] == dataset:
+            rows.append(pictures.record_row(entry.BASELINES / record["name"]))
+            rows[-1].name = args.removesuffix(".args").partition("_")[2] or "small"
+    return rows
+
+
+def curves() -> str:
+    """The generated part of CURVES.md, markers included: training loss of today's entries at shares of the run."""
+    blocks = [BEGIN]
+    for args, record in todays().items():
+        curve = entry.loss_curve(entry.read_logs(entry.BASELINES / record["name"], record))
+        lines = []
+        for share in SHARES:
+            row = min(curve, key=lambda row: abs(row["tokens"] - share * curve[-1]["tokens"]))
+            loss = f"{row['loss']:.3f}", entry.cell(row["loss_sd"], ".3f"), f"{row['bpb']:.3f}"
+            lines.append([f"{share:.0%}", str(row["step"]), f"{row['tokens'] / 1e6:.1f} M", *loss])
+        table = entry.table(["of the run", "step", "tokens", "loss", "sd", "bpb"], lines, 1)
+        bpb, seconds, _, speed, _, memory = (record["summary"][key]["mean"] for key in SHOWN)
+        about = f"{len(record['runs'])} seeds on {record['hardware']['num_devices']} x {record['hardware']['device']}: "
+        about += f"{bpb:.4f} val bpb in {seconds:.1f} s, {speed:,.0f} tokens/s, {memory:.1f} GiB"
+        link = f"[{record['name']}](../baselines/{record['name']}/README.md)"
+        blocks.append(f"## @runs/{args}\n\n{link}, {about}.\n\n{table}")
+    return "\n\n".join([*blocks, END])
 
 
 def draw() -> list[Path]:
-    """One picture for each dataset with entries. README.md shows curves.png, that of tracks.json's `picture`."""
-    found = tracks.read()
-    boards = {}
-    for record in in_order():
-        for name in tracks.tracks_of(record, found):
-            track = found["tracks"][name]
-            if track["ranked_by"] == "val_bpb":
-                mine = boards.setdefault(track["dataset"], {})
-                mine.setdefault(board_of(name), []).append(record["name"])
-    paths = []
-    for dataset, mine in boards.items():
-        file = "curves.png" if dataset == found["picture"] else f"curves_{dataset}.png"
-        paths.append(README.with_name(file))
-        pictures.draw_boards(mine, found, entry.read_json(QUOTED)["rows"], paths[-1])
+    """Today's entries on the dataset that everyone can make; those of B34 beside other projects; training losses."""
+    picture, quotes = tracks.read()["picture"], entry.read_json(QUOTED)
+    paths = [README.with_name(name) for name in ("curves.png", "head_to_head.png", "training.png")]
+    b34 = {"B34: 34 M tokens of prose": (rows_of("b34"), quotes["rows"])}
+    pictures.draw_today({f"{picture.upper()}: 34 M tokens of Python": (rows_of(picture), [])}, paths[0])
+    pictures.draw_today(b34 | {"94 M tokens of prose": ([], quotes["head_to_head"])}, paths[1])
+    pictures.draw_rows(rows_of(picture), paths[2])
     return paths

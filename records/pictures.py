@@ -1,16 +1,11 @@
-"""Pictures of bits per byte: against tokens and seconds for compare.py --plot, and those beside the leaderboard."""
+"""Pictures of bits per byte: of any rows for compare.py --plot, and of today's entries beside the leaderboard."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import entry
-
-FAR = 1.1  # an entry whose bits per byte are this many times those of the best is not drawn
-NOTE = (
-    "Thin: loss of the training batches, in bits per byte by the average bytes of a token. Dots: validation.\n"
-    "The two are of different text; only the dots on the right are ranked."
-)
+import numpy as np
 
 
 @dataclass
@@ -47,18 +42,19 @@ def record_row(folder: Path) -> Row:
     return Row(folder.name, *about, record["runs"], curves)
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple:
-    """(figure, panels); not known to pyplot, so that nothing needs to be closed."""
+def new_figure(columns: int, size: tuple[float, float]) -> tuple:
+    """(figure, its panels side by side); not known to pyplot, so that nothing needs to be closed."""
     from matplotlib.figure import Figure
 
     figure = Figure(size, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def draw_curves(panels, rows: list[Row]) -> None:
+def draw_rows(rows: list[Row], path: Path) -> None:
     """Bits per byte against tokens and against seconds: training as thin lines, validation as dots."""
     from matplotlib.ticker import EngFormatter
 
+    figure, panels = new_figure(2, (12, 4.8))
     heights = []
     for i, row in enumerate(rows):
         style = {"color": f"C{i % 10}", "ms": 4}
@@ -82,44 +78,39 @@ def draw_curves(panels, rows: list[Row]) -> None:
             margin = 0.05 * (max(heights) - min(heights)) or 0.1
             axes.set_ylim(min(heights) - margin, max(heights) + margin)
     panels[0].xaxis.set_major_formatter(EngFormatter())
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=120)
 
 
-def draw_boards(boards: dict[str, list[str]], found: dict, quotes: list[dict], path: Path) -> None:
-    """The boards of one dataset, a row of panels each.
+def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> None:
+    """Validation over training seconds: the mean of the seeds, and a band from the lowest to the highest.
 
-    Args: boards {name without -bpb and -seconds: names of entries}; found tracks.json; quotes runs without logs
+    Args: panels {title: (rows, runs without logs, drawn as crosses)}; each has text of its own
     """
-    figure, panels = new_figure(len(boards), 3, (16, 4.3 * len(boards) + 0.5))
-    for (board, names), three in zip(boards.items(), panels, strict=True):
-        bpb = found["tracks"][f"{board}-bpb"]
-        seconds = found["tracks"][f"{board}-seconds"]
-        rows = [record_row(entry.BASELINES / name) for name in names]
-        best = min(row.mean("val_bpb") for row in rows)
-        near = [row for row in rows if row.mean("val_bpb") <= FAR * best]
-        draw_curves(three[:2], near)
-        for quote in quotes:
-            if quote["track"] == f"{board}-bpb":
-                cross = {"color": "0.25", "label": f"{quote['what'].split(',')[0]}, quoted"}
-                three[0].plot(bpb["tokens"], quote["val_bpb"], "x", **cross)
-                three[1].plot(quote["train_seconds"], quote["val_bpb"], "x", **cross)
-        far = len(rows) - len(near)
-        title = f"{far} more, {FAR - 1:.0%} or more above the best" if far else None
-        three[0].legend(frameon=False, fontsize=8, loc="upper right", title=title)
-        three[0].set_title(board, loc="left")
-
-        # The last panel: a dot for each seed.
-        for i, row in enumerate(near):
-            x = row.values("train_seconds")
-            three[2].plot(x, row.values("val_bpb"), "o", color=f"C{i % 10}", mec="white")
-        if target := seconds["target_bpb"]:
-            three[2].axhline(target, color="0.4", ls="--", label=f"target by seconds: {target}")
-        if limit := bpb["max_seconds"]:
-            label = f"limit with fixed tokens: {limit} s"
-            three[2].axvline(limit, color="0.4", ls=":", label=label)
-        three[2].margins(0.15)
-        three[2].set(xlabel="training seconds of the whole run", ylabel="val bpb")
-        three[2].set_title("what is ranked: one dot a seed", loc="left", fontsize=10)
-        three[2].legend(frameon=False, fontsize=8)
-        three[2].grid(alpha=0.3)
-    figure.supxlabel(NOTE, fontsize=9)
-    figure.savefig(path, dpi=110)
+    figure, all_axes = new_figure(len(panels), (3 + 4.5 * len(panels), 4.2))  # small, so that letters are large
+    for axes, (title, (rows, quotes)) in zip(all_axes, panels.items(), strict=True):
+        ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X", "0.3") for q in quotes]
+        for i, row in enumerate(rows):
+            # By tokens, as seeds may be validated at different steps.
+            validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
+            tokens = sorted(set.intersection(*map(set, validated)))
+            seconds, bpb = (np.array([[found[n][x] for n in tokens] for found in validated]) for x in (1, 3))
+            x, y = seconds.mean(0), bpb.mean(0)
+            axes.plot(x, y, color=f"C{i}", lw=2)
+            axes.fill_between(x, bpb.min(0), bpb.max(0), color=f"C{i}", alpha=0.3, lw=0)
+            axes.vlines(x[-1], bpb[:, -1].min(), bpb[:, -1].max(), color=f"C{i}", alpha=0.3, lw=5)
+            ends.append((x[-1], y[-1], row.name, row.device, "o", f"C{i}"))
+        for x, y, name, device, marker, color in ends:
+            axes.plot(x, y, marker, color=color, ms=9)
+            text = f"{name}\n{y:.4f} in {x:.1f} s, {device.removeprefix('NVIDIA ').split()[0]}"
+            behind = {"color": "white", "alpha": 0.7, "pad": 1}
+            axes.annotate(text, (x, y), (9, 0), textcoords="offset points", va="center", color=color, bbox=behind)
+        axes.set(xscale="log", xticks=(ticks := (5, 10, 20, 50, 100, 200, 500)), xticklabels=ticks)
+        axes.minorticks_off()
+        x, y = ([end[i] for end in ends] for i in (0, 1))
+        margin = 0.2 * (max(y) - min(y)) or 0.01
+        axes.set(xlim=(min(x) / 1.6, max(x) * 5), ylim=(min(y) - margin, max(y) + margin))
+        axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
+        axes.set_title(title, loc="left")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)

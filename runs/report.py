@@ -2,6 +2,7 @@
 
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
+    python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
 
 Every training run ends with a report. It can be written again at any time, even during a run. Samples come from the
 newest checkpoint: continuations of three held-out documents after pretraining, answers to three questions after
@@ -10,6 +11,7 @@ finetuning. After reinforcement learning the report shows answers to held-out qu
 
 import argparse
 import contextlib
+import gzip
 import html
 import itertools
 import json
@@ -73,6 +75,18 @@ def read_log(run_dir: Path) -> list[dict]:
     """The entries of log.jsonl; a run may still be writing the last line."""
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def read_reference(name: str) -> list[dict]:
+    """The log of a run, or of the first seed of an entry; @runs/NAME.args stands for its newest entry."""
+    folder = Path(name)
+    if name.startswith("@"):
+        entries = sorted((Path(__file__).parents[1] / "baselines").glob(f"*/{folder.name}"))
+        if not entries:
+            raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists the args files that have one")
+        folder = entries[-1].parent
+    logs = sorted(folder.glob("log_*.jsonl.gz"))
+    return [*map(json.loads, gzip.decompress(logs[0].read_bytes()).splitlines())] if logs else read_log(folder)
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:
@@ -167,8 +181,8 @@ def smooth_rewards(entries: list[dict]) -> list[dict]:
     return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
 
 
-def plot_curves(entries: list[dict], title: str):
-    """A matplotlib Figure with a plot for each unit."""
+def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict]]):
+    """A matplotlib Figure with a plot for each unit. References are other logs by name, drawn in grey."""
     from matplotlib.figure import Figure
 
     units = plotted(entries)
@@ -178,11 +192,14 @@ def plot_curves(entries: list[dict], title: str):
         by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
         if by_step:
             entries = entries + smooth_rewards(entries)
-        for name, label, style in PLOTS[unit]:
-            points = [entry for entry in entries if name in entry]
-            x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
-            if points:
-                axes.plot(x, [entry[name] for entry in points], label=label, **style)
+        for whose, log in {"": entries, **references}.items():
+            grey = {"color": "0.5", "zorder": 1} if whose else {}
+            for name, label, style in PLOTS[unit]:
+                points = [entry for entry in log if name in entry]
+                x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
+                y = [entry[name] for entry in points]
+                if points:
+                    axes.plot(x, y, label=f"{whose} {label}".strip(), **style | grey)
         axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -219,7 +236,7 @@ def sample_texts(run, command: str) -> list[str]:
     if command == "finetune":
         answers = map(run.tokenizer.decode, found)
         return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
-    # Decoded together, as a character may begin in the prompt and end after it.
+    # Together, because a character may begin in the prompt and end behind it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
 
 
@@ -264,14 +281,15 @@ def answer_table(before: dict, after: dict) -> str:
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 
 
-def write_report(run_dir: Path, with_samples: bool = True, device: str | None = None, live=None) -> None:
+def write_report(run_dir: Path, with_samples=True, device: str | None = None, live=None, against=None) -> None:
     """report.md and curve.png of one run; shows the samples on the screen.
 
-    Args: live the script, model, tokenizer, config and step of a run that has just ended
+    Args: live the script, model, tokenizer, config and step of a run that has just ended; against for read_reference
     """
     try:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         entries = read_log(run_dir)
+        references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
         raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
     result = read_result(run_dir, entries)
@@ -289,7 +307,7 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
     parts.append(table("| | |", "| --- | --- |", rows.items()))
     with contextlib.suppress(ImportError):  # matplotlib may be missing
         if entries:
-            plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+            plot_curves(entries, title, references).savefig(run_dir / "curve.png", dpi=120)
             parts.append("![curve](curve.png)\n")
     if evaluations:
         answers = [entry for entry in entries if "answers" in entry]
@@ -312,13 +330,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--no-samples", action="store_true", help="quicker, needs no PyTorch")
+    parser.add_argument("--against", metavar="RUN", help="draw another run, an entry or @runs/NAME.args beside it")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> None:
         for run_dir in args.runs:
-            write_report(run_dir, not args.no_samples, args.device)
+            write_report(run_dir, not args.no_samples, args.device, against=args.against)
 
     return run_command(work)
 

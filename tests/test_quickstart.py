@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
@@ -413,7 +414,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
     r"records/\S+ .*(2026-11-2\d_first-[bp]34|--help)": "needs runs on that card; tutorial 3 does the same with others",
     r"--seed \d --run-dir out/a_\d$": "done by tutorial 3",
-    r"train_00\.jsonl\.zst|shards/c340?": "needs files that are not part of this repository, or the network",
+    r"train_00\.jsonl\.zst|shards/c340?|--data DIR ": "needs files that are not published, or the network",
     r"data/pairs\.py|_encoder\.py|export\.py out/embed": "test_encoder.py makes pairs, trains and exports an encoder",
     r"records/tracks\.py add": "needs a dataset and runs of it; test_records.py has others",
     r"pypi:|@runs/p(34|100)|add\.py out/p34": "needs a package index and a GPU; test_data_pypi.py has small wheels",
@@ -465,6 +466,40 @@ def test_commands_run(checkout, fast_python, name):
         assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         ran.add(command)
     assert ran or name in ("records/README.md", "runs/tutorials/4_finetune_hf.md")
+
+
+NUMBER = r"(?<![\w.,/@-])\d[\d,]*(?:\.\d+)?(?![\w/-]|[.,]\d)"
+# Units of the README, and how the log may write them.
+UNITS = {"seconds": "s", "minutes": "min", "bits per byte": "bpb", "M tokens": "M", "million": "M"}
+UNITS |= {unit: unit for unit in ("s", "hours", "nats", "MB", "GB", "GiB", "billion", "steps")}
+# Of eight of the 140 files that runs/speedrun_medium.sh downloads: their size, and their text at the slower of the
+# speeds in data/README.md on two cores.
+COMPUTED = f"{8 * 14 / 140:.1f} GB, {8 * 50 * 4.41 / (2 * 8.1) / 60:.0f} minutes"
+
+
+def test_every_number_of_the_readme_was_measured():
+    """With a unit or decimals, it stands in an entry, a quoted result or the log; what a * marks, in an estimate."""
+
+    def read(*patterns: str) -> str:
+        return "\n".join(path.read_text("utf-8") for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+
+    page = re.sub(r"```.*?```|`[^`]+`|\]\([^)]+\)|Python 3.11 to 3.14", " ", read("README.md"), flags=re.S)
+    entries, log = read("baselines/*/README.md", "records/*.json"), read("dev/LOG.md")
+    estimates = read("runs/*.sh", "runs/*.args", "runs/README.md") + COMPUTED
+
+    def rounded(text: str, value: Decimal) -> set[Decimal]:
+        known = {Decimal(number.replace(",", "")) for number in re.findall(NUMBER, text)}
+        return {number.quantize(value, ROUND_HALF_UP) for number in known if number < 100000}
+
+    found = re.findall(rf"({NUMBER})(?: ({'|'.join(UNITS)})\b)?(\*(?!\*))?", re.sub(r"\s+", " ", page))
+    found = [(number, unit, star) for number, unit, star in found if unit or "." in number]
+    assert len(found) > 50
+    for number, unit, star in found:
+        value = Decimal(number.replace(",", ""))
+        phrase = rf"(?<![\d.,]){re.escape(number)}[ -](?:{unit}|{UNITS.get(unit)})\b"
+        known = re.search(phrase, estimates if star else log + entries) if unit else value in rounded(log, value)
+        in_tables = unit in ("", "s", "seconds", "GiB", "bits per byte") and "." in number and not star
+        assert known or (in_tables and value in rounded(entries, value)), f"{number} {unit}{star} is not in any log"
 
 
 def test_pages_name_real_flags_fields_and_files():

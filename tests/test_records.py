@@ -155,9 +155,9 @@ def test_old_entries_are_frozen(tmp_path):
 
 def test_leaderboard_is_current():
     """`python records/compare.py --write` would change nothing."""
-    text = leaderboard.README.read_text(encoding="utf-8")
-    part = text[text.index(leaderboard.BEGIN) : text.index(leaderboard.END) + len(leaderboard.END)]
-    assert part == leaderboard.leaderboard()
+    for page, part in (("README.md", leaderboard.leaderboard()), ("CURVES.md", leaderboard.curves())):
+        text = leaderboard.README.with_name(page).read_text(encoding="utf-8")
+        assert part == text[text.index(leaderboard.BEGIN) : text.index(leaderboard.END) + len(leaderboard.END)]
 
 
 # ==== add, verify, compare
@@ -247,12 +247,18 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
 
 
 def test_write_leaderboard(repo, folders):
-    """Both tracks of the toy: the record that came first, and the one that is worse. README's picture stays."""
+    """Both tracks of the toy: the record that came first, and the worse one, which losses and pictures are of."""
     before = (repo / "records" / "README.md").read_text()
-    picture = (repo / "records" / "curves.png").read_bytes()
+    swap(tracks.FILE, '"picture": "p34"', '"picture": "tiny"')
+    pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
     run(compare, "--write")
-    assert (repo / "records" / "curves.png").read_bytes() == picture
-    assert (repo / "records" / "curves_tiny.png").read_bytes().startswith(b"\x89PNG")
+    written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
+    assert all(new.startswith(b"\x89PNG") and new != old for new, old in zip(written, pictures, strict=True))
+    losses, bpbs = ([[e for e in log if "loss" in e][-1][key] for log in raw(repo, "b")] for key in ("loss", "bpb"))
+    last = f"{np.mean(losses):.3f} | {np.std(losses, ddof=1):.3f} | {np.mean(bpbs):.3f} |"
+    page = (repo / "records" / "CURVES.md").read_text()
+    assert page.count("## @runs/") == 1 and "2026-11-22_a-low-rate" in page
+    assert re.search(r"\| 100% +\| +12 \| +0\.0 M \| +" + re.escape(last).replace(r"\ ", " +"), page), page
     text = (repo / "records" / "README.md").read_text()
     assert text.startswith(before[: before.index(leaderboard.BEGIN)])
     assert "Fewest bits per byte with 4,608 tokens, at most" in text and "Fewest training seconds" in text
@@ -791,7 +797,7 @@ def test_modded_nanogpt_logs(tmp_path):
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[0] == f"{3.28 / math.log(2) / 4.5:.5f}" and cells[2] == "16,000" and cells[3] == "80.50"
     assert cells[5:7] == ["30.00", "2 x NVIDIA H100 80GB HBM3"]
-    args = types.SimpleNamespace(tokens_per_step=[1000, 3000], bytes_per_token=4.5)
+    args = types.SimpleNamespace(tokens_per_step="1000,3000", bytes_per_token=4.5)
     _, row = compare.modded_row(paths[0], paths[0].read_text(), args)
     assert [(p[0], p[1]) for p in row.curves[0]] == [(0, 0.0), (4000, 40.0), (16000, 80.0)]
     paths[0].write_text(MODDED.replace("val_loss:FINAL ", ""))

@@ -1,5 +1,6 @@
 """runs/report.py: the table against rows by hand, the curves, and samples against plain forward passes."""
 
+import gzip
 import json
 import re
 
@@ -8,7 +9,7 @@ import report
 import train_small as ts
 from lib import engine
 
-from conftest import TINY, write_run
+from conftest import ROOT, TINY, write_run
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
@@ -36,10 +37,10 @@ def texts_of(run_dir) -> list[str]:
     return re.findall(r"^````text\n(.*?)\n````$", text, re.M | re.S)
 
 
-def curves(log: list[dict]) -> dict:
+def curves(log: list[dict], **references) -> dict:
     """By axis and legend: the points that are plotted."""
     found = {}
-    for axes in report.plot_curves(log, "a title with $1 and $2").axes:
+    for axes in report.plot_curves(log, "a title with $1 and $2", references).axes:
         for line in axes.get_lines():
             found[axes.get_ylabel(), line.get_label()] = list(zip(*line.get_data(), strict=True))
     return found
@@ -155,6 +156,20 @@ def test_reinforcement_learning(tmp_path):
 
 
 # ---- curves
+
+
+def test_a_reference_is_drawn_in_grey(tmp_path):
+    """Another run, and the newest entry of an args file from its first seed's log."""
+    log = [{"step": 1, "tokens": 2_000_000, "bpb": 2.0}, {"step": 2, "tokens": 4_000_000, "val_bpb": 1.5}]
+    write_files(tmp_path / "a", FINISHED["pretraining"][0], log)
+    assert report.read_reference(str(tmp_path / "a")) == log
+    found = curves(log[:1], **{"@runs/p34.args": log})
+    assert found["bits per byte", "@runs/p34.args validation"] == [(4.0, 1.5)] and len(found) == 3
+    entry = sorted((ROOT / "baselines").glob("*/p34.args"))[-1].parent
+    with gzip.open(entry / "log_0.jsonl.gz", "rt") as file:
+        assert report.read_reference("@runs/p34.args") == report.read_reference(str(entry)) == [*map(json.loads, file)]
+    assert report.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0
+    assert report.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
 
 
 @pytest.mark.parametrize(("names", "training", "score"), [
