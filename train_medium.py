@@ -97,20 +97,32 @@ from typing import NamedTuple
 # Read first, as the run directory keeps it: an editor may change the file during a long start.
 SOURCE = Path(__file__).read_bytes()
 
-# With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
-# register_autograd() is given, and would keep using an old formula. So kernels here use the former.
-os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
-# Where containers and others run, /tmp and the home are lost or missing, and the user may have no name.
-try:
-    getpass.getuser()
-except (KeyError, OSError):
-    os.environ["USER"] = "unnamed"  # torch's compiler wants to know it
-CACHE = Path("out/cache").absolute()
-parent = next(folder for folder in CACHE.parents if folder.is_dir())
-if os.access(parent, os.W_OK) and shutil.disk_usage(parent).free > 2**30:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+def set_up_compilers() -> None:
+    """Environment variables that torch's compiler and Triton read when they compile for the first time."""
+    # With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
+    # register_autograd() is given, and would keep using an old formula. So kernels here use the former.
+    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = "unnamed"  # torch's compiler wants to know it
+    # What is compiled stays with the project, as containers and others lose /tmp and the home.
+    cache = Path("out/cache").absolute()
+    folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2**30:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+
+
+if __name__ == "__main__":
+    set_up_compilers()
+    # Where nothing is compiled yet, a second process compiles the kernels (section 12) while this one imports PyTorch.
+    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", "")) and "COMPILE_KERNELS" not in os.environ
+    if is_cold and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        again = [sys.executable, *sys.orig_argv[1:]]
+        subprocess.Popen(again, env={**os.environ, "COMPILE_KERNELS": "1"}, start_new_session=True, **quiet)
 
 import filelock
 import numpy as np
@@ -127,6 +139,7 @@ try:  # CPUs, Macs and Windows do without Triton: every kernel has a plain path
 except ImportError:
     triton = tl = TensorDescriptor = None
 jit = triton.jit if triton else (lambda function: function)
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # tests do so on a CPU
 
 
 class UserError(Exception):
@@ -2412,6 +2425,7 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
 
 def start_ranks() -> Ranks:
     """Picks the device and joins the process group that torchrun describes in the environment."""
+    set_up_compilers()
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -3078,6 +3092,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     args.flags = list(argv)
+    if "COMPILE_KERNELS" in os.environ:
+        return compile_kernels(pretraining_job(make_config(args)).config)
     return run_command(lambda: train(make_config(args), args))
 
 
@@ -3365,7 +3381,7 @@ def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=T
     numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
     sizes = {"V": V, "TERMS": terms, "PAD": max(2, triton.next_power_of_2(terms))}
     sizes |= {"BLOCK": triton.next_power_of_2(V), "num_warps": 16}
-    fast = grad and logits.is_cuda and logits.dtype != torch.float32
+    fast = grad and logits.dtype != torch.float32 and not INTERPRETED
     softcap_ce_kernel[(n,)](*tensors, *numbers, CAP=len(cap) > 0, FAST=fast, **sizes)
     return losses, nats, gradient
 
@@ -3727,11 +3743,11 @@ def update_rows(master, grad, second_moment, param, index=None, **numbers) -> No
 # its root, relu(x w^T).
 
 
-def persistent_programs(x: Tensor, tiles: int) -> int:
+def persistent_programs(tiles: int) -> int:
     """Two on each multiprocessor: one multiplies while the other stores."""
-    if not x.is_cuda:  # the interpreter
+    if INTERPRETED:
         return min(tiles, 3)
-    return min(tiles, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    return min(tiles, 2 * torch.cuda.get_device_properties().multi_processor_count)
 
 
 @jit
@@ -3786,7 +3802,7 @@ def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None, factor: float) -> tu
     aux = None if post is None else describe(post.contiguous(), half)
     operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
     results = (describe(out, half), describe(out_T, half[::-1]))
-    programs = persistent_programs(a, triton.cdiv(M, BM) * triton.cdiv(N, BN))
+    programs = persistent_programs(triton.cdiv(M, BM) * triton.cdiv(N, BN))
     sizes = (factor, M, N, K)
     linear_relu2_kernel[(programs,)](*operands, *results, *sizes, PROGRAMS=programs, **RELU2_TILES)
     return out, out_T
@@ -4100,7 +4116,7 @@ def linear_rotate(
     operands = (describe(a.contiguous(), [BM, BD]), describe(b.contiguous(), [K, BD]))
     quarters = [BM, 2, K // 4]
     halves = [describe(x.contiguous().view(T, -1, K // 2), quarters) for x in (cos, sin, out)]
-    programs = persistent_programs(a, triton.cdiv(T, BM) * 3 * H)
+    programs = persistent_programs(triton.cdiv(T, BM) * 3 * H)
     sizes = (T, H, NORM_EPS, D, K, programs)
     linear_rotate_kernel[(programs,)](*operands, *halves, rstd, unit, scale, *sizes, **ROTATE_TILES)
     return out, rstd
@@ -4220,6 +4236,61 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     rotated = one_graph(norm_rotate) if eager else norm_rotate
     return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
+
+
+# -- compiling them takes ten seconds, which a process of its own spends while training starts
+
+
+def launch_kernels(config: Config, dtype: torch.dtype) -> None:
+    """Every kernel of training in each form, on tensors of the host without content, for compile_kernels."""
+    D, F, V, T = config.width, config.mlp_width, config.padded_vocab, config.pack_tokens
+    H, K = config.num_heads, config.head_dim
+    new = functools.partial(torch.empty, dtype=dtype)
+    q, k, v = new(T, 3, H, K).unbind(1)
+    lse, bounds = torch.empty(H, T), torch.empty(2, T, dtype=torch.int32)
+    window_attention_forward(q, k, v, bounds)
+    window_attention_grad(q, k, v, new(T, H, K), new(T, H, K), lse, bounds)
+
+    fp8 = fits_fp8(q, D, F)
+    weights, factor = torch.tensor(loss_weights(config, 0)), torch.empty(T)
+    targets = torch.empty(len(weights), T, dtype=torch.int32)
+    out = (factor, config.softcap, 0, True, new(16, V, dtype=E5M2)) if fp8 else (None, config.softcap)
+    softcap_ce(new(16, V), targets, weights, *out)
+    softcap_ce(new(16, V), targets[:1], weights[:1], None, config.softcap, grad=False)
+    if fp8:
+        x, up, post, qkv = (new(*shape, dtype=E4M3) for shape in ((T, D), (F, D), (T, F), (3 * D, D)))
+        turn = (new(T, 1, K), new(T, 1, K), torch.empty(1))
+        linear_rotate(x, qkv, factor, *turn)
+        linear_relu2(x, up, None, 0.5)
+        linear_relu2(new(T, D, dtype=E5M2), up, post, 0.5)
+        transpose8(x)
+        norm_rotate_grad(new(T, 3, H, K), factor, *new(3, T, H, K), *turn)
+
+    square = new(2, D, D)
+    for arguments in ((square,), (square.mT,), (square, 0.5, 0.5, 0.5)):
+        sym_mm(*arguments)
+    numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay", "grad_scale"), 0.5)
+    for index in (None, torch.arange(16)):
+        update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), index, **numbers)
+
+
+def compile_kernels(config: Config) -> int:
+    """Compiles the kernels of training into Triton's cache, without a launch and without memory of the GPU."""
+    global use_triton
+    capability = torch.cuda.get_device_capability()
+    dtype = choose_dtype(config, torch.device("cuda"))
+    run = triton.JITFunction.run
+    driver = triton.runtime.driver.active
+
+    def compile_only(self, *arguments, warmup, **options):
+        kernel = run(self, *arguments, warmup=True, **options)
+        driver.launcher_cls(kernel.src, kernel.metadata)  # a C program for the host
+
+    triton.JITFunction.run = compile_only
+    use_triton = lambda x, least=(8, 0): capability >= least  # noqa: E731
+    if dtype.itemsize <= 2 and capability >= (8, 0):
+        launch_kernels(config, dtype)
+    return 0
 
 
 # <<< shared: sections_10_to_12
