@@ -389,17 +389,21 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
         describe_start(run, {"overridden": args.set}, [])
 
     prepare_loop(run)
-    run_steps(run)
-    return finish(run)
+    save_last = run_steps(run)
+    return finish(run, save_last)
 
 
-def run_steps(run: Run) -> None:
-    """The loop: steps until the end of the run or a signal; logs, validates and saves in between."""
+def run_steps(run: Run) -> bool:
+    """The loop: steps until the end of the run or a signal; logs, validates and saves in between.
+
+    Returns: whether the last step is still to be saved, as it is while the report is written
+    """
     config = run.job.config
     state = run.state
     progress = run.progress
     step = run.job.step or train_step
     losses = []  # since the last line of the log, 0-D tensors on the device
+    save_now = False
     run.clock = time.perf_counter()
 
     while state.step < config.num_steps:
@@ -423,16 +427,18 @@ def run_steps(run: Run) -> None:
             losses = []
         if eval_now:
             progress.scores = evaluate(run)
+        if done:
+            break
         if save_now:
             save(run)
         if eval_now or save_now:
-            if not done:
-                progress.scores = None  # they are of this step only
+            progress.scores = None  # they are of this step only
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
-        if stop and not done:
+        if stop:
             way = f"continue with `--resume --run-dir {run.run_dir}`"
             raise UserError(f"stopped by a signal at step {state.step}, saved; {way}")
+    return save_now
 
 
 def is_due(step: int, every: int) -> bool:
@@ -1545,12 +1551,13 @@ class Optimizer:
         """The whole fp32 master weights by parameter name. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, averages: bool = True) -> dict[str, Tensor]:
         """Whole moments and late gradients, for any number of ranks to load. Every rank must call it."""
         state = {}
         for slot in self.slots:
             for name, moment in slot.moments.items():
-                state[f"{slot.name}.{name}"] = self.gather(slot, moment)
+                if averages or name != "average":
+                    state[f"{slot.name}.{name}"] = self.gather(slot, moment)
         for gradient in self.late:
             slot = gradient.slot
             gradient.wait()
@@ -1570,7 +1577,7 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 saved = state.get(f"{slot.name}.{name}")
-                if saved is not None:  # a finished run no longer has averages
+                if saved is not None:  # averages are there between their first sample and the end
                     moment.copy_(self.slice(slot, saved.to(moment.device)))
             if f"{slot.name}.grad" in state:
                 grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
@@ -2143,7 +2150,10 @@ def check_finite(run: Run, name: str, value: float) -> None:
 
 
 def save(run: Run) -> None:
+    """Writes a checkpoint of this step, in any thread."""
     begin = time.perf_counter()
+    if run.ranks.device.type == "cuda":
+        torch.cuda.set_device(run.ranks.device)  # each thread has its own
     if not run.state.optimizer.is_finite():
         check_finite(run, "a weight or moment", math.nan)
     progress = dataclasses.asdict(run.progress)
@@ -2152,8 +2162,8 @@ def save(run: Run) -> None:
     run.log.say(f"step {run.state.step:6d}/{run.job.config.num_steps} | saved in {seconds:.1f} s")
 
 
-def finish(run: Run) -> dict:
-    """The last validation, result.json and the report; returns the result."""
+def finish(run: Run, save_last: bool) -> dict:
+    """Saves the last step, writes the report meanwhile, then result.json; returns the result."""
     state = run.state
     progress = run.progress
     run.loader.close()
@@ -2171,13 +2181,20 @@ def finish(run: Run) -> dict:
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, run) if save_last else None
+        if run.ranks.is_main:
+            report(run, result)
+    if saving:
+        saving.result()  # raises what went wrong
     if run.ranks.is_main:
         write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1).encode())
-        report(run)
+    if run.log.wandb is not None:
+        run.log.wandb.finish()
     return result
 
 
-def report(run: Run) -> None:
+def report(run: Run, result: dict) -> None:
     """report.md, curve.png and samples, where runs/report.py lies beside this script or the tool that runs."""
     sys.path.append(str(Path(__file__).resolve().parent / "runs"))
     try:
@@ -2187,7 +2204,7 @@ def report(run: Run) -> None:
         return
     config = run.job.config
     live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
-    tool.write_report(run.run_dir, live=live)
+    tool.write_report(run.run_dir, live=live, result=result)
 
 
 class Stopper:
@@ -2659,7 +2676,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it."""
     weights = state.optimizer.weights()
-    moments = state.optimizer.state()
+    moments = state.optimizer.state(averages=state.samples > 0)
     if state.ranks.is_main:
         buffers = {k: v for k, v in state.model.state_dict().items() if k not in weights}
         names = ("step", "loss_scale", "good_steps", "samples")
@@ -4178,4 +4195,8 @@ def compile_kernels(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    if exit_code == 0:
+        os._exit(0)  # Python would spend seconds on taking apart what the compiler left
+    sys.exit(exit_code)
