@@ -1551,7 +1551,8 @@ class Optimizer:
         numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
         numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
-        function = one_graph(adam_update) if self.compiled else adam_update
+        # Scalars, which are their own master, are not worth a graph.
+        function = one_graph(adam_update) if self.compiled and own is not None else adam_update
         function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
 
     # -- communication
