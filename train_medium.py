@@ -117,12 +117,12 @@ def set_up_compilers() -> None:
 
 if __name__ == "__main__":
     set_up_compilers()
-    # Where nothing is compiled yet, a second process compiles the kernels (section 12) while this one imports PyTorch.
-    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", "")) and "COMPILE_KERNELS" not in os.environ
-    if is_cold and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
+    # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
+    helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
+    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", ""))
+    if is_cold and helper.is_file() and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        again = [sys.executable, *sys.orig_argv[1:]]
-        subprocess.Popen(again, env={**os.environ, "COMPILE_KERNELS": "1"}, start_new_session=True, **quiet)
+        subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True, **quiet)
 
 import filelock
 import numpy as np
@@ -3110,8 +3110,6 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     args.flags = list(argv)
-    if "COMPILE_KERNELS" in os.environ:
-        return compile_kernels(pretraining_job(make_config(args)).config)
     return run_command(lambda: train(make_config(args), args))
 
 
@@ -4254,61 +4252,6 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     rotated = one_graph(norm_rotate) if eager else norm_rotate
     return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
-
-
-# -- compiling them takes ten seconds, which a process of its own spends while training starts
-
-
-def launch_kernels(config: Config, dtype: torch.dtype) -> None:
-    """Every kernel of training in each form, on tensors of the host without content, for compile_kernels."""
-    D, F, V, T = config.width, config.mlp_width, config.padded_vocab, config.pack_tokens
-    H, K = config.num_heads, config.head_dim
-    new = functools.partial(torch.empty, dtype=dtype)
-    q, k, v = new(T, 3, H, K).unbind(1)
-    lse, bounds = torch.empty(H, T), torch.empty(2, T, dtype=torch.int32)
-    window_attention_forward(q, k, v, bounds)
-    window_attention_grad(q, k, v, new(T, H, K), new(T, H, K), lse, bounds)
-
-    fp8 = fits_fp8(q, D, F)
-    weights, factor = torch.tensor(loss_weights(config, 0)), torch.empty(T)
-    targets = torch.empty(len(weights), T, dtype=torch.int32)
-    out = (factor, config.softcap, 0, True, new(16, V, dtype=E5M2)) if fp8 else (None, config.softcap)
-    softcap_ce(new(16, V), targets, weights, *out)
-    softcap_ce(new(16, V), targets[:1], weights[:1], None, config.softcap, grad=False)
-    if fp8:
-        x, up, post, qkv = (new(*shape, dtype=E4M3) for shape in ((T, D), (F, D), (T, F), (3 * D, D)))
-        turn = (new(T, 1, K), new(T, 1, K), torch.empty(1))
-        linear_rotate(x, qkv, factor, *turn)
-        linear_relu2(x, up, None, 0.5)
-        linear_relu2(new(T, D, dtype=E5M2), up, post, 0.5)
-        transpose8(x)
-        norm_rotate_grad(new(T, 3, H, K), factor, *new(3, T, H, K), *turn)
-
-    square = new(2, D, D)
-    for arguments in ((square,), (square.mT,), (square, 0.5, 0.5, 0.5)):
-        sym_mm(*arguments)
-    numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay", "grad_scale"), 0.5)
-    for index in (None, torch.arange(16)):
-        update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), index, **numbers)
-
-
-def compile_kernels(config: Config) -> int:
-    """Compiles the kernels of training into Triton's cache, without a launch and without memory of the GPU."""
-    global use_triton
-    capability = torch.cuda.get_device_capability()
-    dtype = choose_dtype(config, torch.device("cuda"))
-    run = triton.JITFunction.run
-    driver = triton.runtime.driver.active
-
-    def compile_only(self, *arguments, warmup, **options):
-        kernel = run(self, *arguments, warmup=True, **options)
-        driver.launcher_cls(kernel.src, kernel.metadata)  # a C program for the host
-
-    triton.JITFunction.run = compile_only
-    use_triton = lambda x, least=(8, 0): capability >= least  # noqa: E731
-    if dtype.itemsize <= 2 and capability >= (8, 0):
-        launch_kernels(config, dtype)
-    return 0
 
 
 # <<< shared: sections_10_to_12

@@ -437,6 +437,8 @@ if sys.argv[1] == "read-only":
 import train_small as ts
 import torch
 torch.set_num_threads(1)
+assert "TRITON_CACHE_DIR" not in os.environ, "an import changes nothing"
+ts.set_up_compilers()
 import torch._inductor.codecache
 print(*(os.environ.get(f"{name}_CACHE_DIR", "none") for name in ("TORCHINDUCTOR", "TRITON")), flush=True)
 if sys.argv[1] == "head":
