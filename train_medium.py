@@ -570,9 +570,9 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         state.model.loss_weights.copy_(now, non_blocking=True)
 
     loss = accumulate_gradients(state, batch)
-    lr_mult = lr_multiplier(config, state.step)
+    lr_factor = lr_multiplier(config, state.step)
     momentum = muon_momentum(config, state.step)
-    stepped = state.optimizer.step(lr_mult, momentum, state.loss_scale)
+    stepped = state.optimizer.step(lr_factor, momentum, state.loss_scale)
 
     if state.loss_scale != 1.0:
         adjust_loss_scale(state, stepped)
@@ -1417,10 +1417,11 @@ class Slot:
     shape: tuple  # the parameter as (N, R, C) or (N, ...): ranks share out the first axis
     sharded: bool
     per_rank: int  # length of a slice; those of the last ranks may reach into padding
-    master: Tensor  # fp32
-    moments: dict[str, Tensor] = field(default_factory=dict)
+    # What follows is set by Optimizer.reset().
+    master: Tensor | None = None  # fp32
+    moments: dict[str, Tensor] = field(default_factory=dict)  # and the average of the last weights
     mult: Tensor | None = None  # NorMuon: factor of each matrix
-    together: int = 0  # matrices in one call of NorMuon
+    matrices_at_once: int = 0  # in one call of normuon_update
 
 
 class Pending(NamedTuple):
@@ -1464,10 +1465,10 @@ class Optimizer:
         # keeps and updates all of it.
         sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
         per_rank = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
-        return Slot(name, param, policy, shape, sharded, per_rank, master=param)
+        return Slot(name, param, policy, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
+    def step(self, lr_factor: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers; False if a scaled gradient overflowed.
 
         A late table uses the gradient of the step before, so that its reduction overlaps the next forward and
@@ -1493,7 +1494,7 @@ class Optimizer:
             gradient.wait()
             own = self.own_param(slot)
             updates = self.count - (slot in late)  # of this slot, with this one
-            self.update(gradient, own, updates, lr_mult, momentum, 1.0 / loss_scale)
+            self.update(gradient, own, updates, lr_factor, momentum, 1.0 / loss_scale)
             gathers += self.start_gather(slot, own)
 
         # 3. All weights are needed for the next forward. A padded slot was gathered beside its parameter.
@@ -1514,46 +1515,43 @@ class Optimizer:
             return self.slice(slot, own)  # RMSProp writes no row that has no gradient
         return None if own.data_ptr() == slot.master.data_ptr() else own
 
-    def update(self, gradient: Pending, own, updates: int, lr_mult, momentum, grad_scale) -> None:
+    def update(
+        self, gradient: Pending, own: Tensor | None, updates: int,
+        lr_factor: float, momentum: float, grad_scale: float,
+    ) -> None:  # fmt: skip
         """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
-        policy = gradient.slot.policy
-        numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
+        slot = gradient.slot
+        policy = slot.policy
+        numbers = {"decay": policy.weight_decay * lr_factor, "grad_scale": grad_scale}
         if policy.optimizer == "normuon":
-            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
+            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_factor
             self.update_normuon(gradient, own, momentum, numbers)
-        else:
-            numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
-            self.update_adam(gradient, own, updates, numbers)
-
-    def update_normuon(self, gradient: Pending, own, momentum: float, numbers: dict) -> None:
-        """NorMuon for as many matrices at once as fit into memory."""
-        slot = gradient.slot
-        moments = (slot.moments["momentum"], slot.moments["second_moment"])
-        tensors = (slot.master, gradient.tensor, *moments, slot.mult)
-        parts = list(zip(*(t.split(slot.together) for t in tensors), strict=True))
-        outs = [None] * len(parts) if own is None else own.split(slot.together)
-        numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
-        options = {"dtype": self.muon_dtype, "compiled": self.compiled}
-        for part, out in zip(parts, outs, strict=True):
-            normuon_update(*part, out, **numbers, **options)
-
-    def update_adam(self, gradient: Pending, own, updates: int, numbers: dict) -> None:
-        """Adam, or RMSProp for large tables."""
-        slot = gradient.slot
+            return
+        numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_factor
         numbers["eps"] = self.config.adam_eps
-        if slot.policy.optimizer == "rmsprop":
-            (beta2,) = slot.policy.betas
+        if policy.optimizer == "rmsprop":
+            (beta2,) = policy.betas
             numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
             tensors = (slot.master, gradient.tensor, slot.moments["second_moment"], own)
             update_rows(*tensors, gradient.index, **numbers)
             return
-        beta1, beta2 = slot.policy.betas
+        beta1, beta2 = policy.betas
         numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
         numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
         # Scalars, which are their own master, are not worth a graph.
         function = one_graph(adam_update) if self.compiled and own is not None else adam_update
         function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+
+    def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, numbers: dict) -> None:
+        """NorMuon for as many matrices at once as fit into memory."""
+        slot = gradient.slot
+        tensors = (slot.master, gradient.tensor, slot.moments["momentum"], slot.moments["second_moment"], slot.mult)
+        parts = list(zip(*(t.split(slot.matrices_at_once) for t in tensors), strict=True))
+        outs = [None] * len(parts) if own is None else own.split(slot.matrices_at_once)
+        numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
+        for part, out in zip(parts, outs, strict=True):
+            normuon_update(*part, out, **numbers, dtype=self.muon_dtype, compiled=self.compiled)
 
     # -- communication
 
@@ -1652,7 +1650,7 @@ class Optimizer:
         mult[1::2] *= slot.policy.odd_mult
         slot.mult = self.slice(slot, mult)
         # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
-        slot.together = largest_divisor(N, 2**27 // (R * C))
+        slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
         """The whole fp32 master weights by parameter name. Every rank must call it."""
@@ -1724,7 +1722,7 @@ def is_sampled(config: Config, step: int) -> bool:
     return left % 4 == 0 and left < config.average * config.num_steps
 
 
-def norms(slot: Slot) -> Tensor:
+def slot_norms(slot: Slot) -> Tensor:
     """The norm of each matrix of NorMuon, fp32 (N, 1, 1), or of a whole table over all ranks, 0-D."""
     if slot.policy.optimizer == "normuon":
         return torch.linalg.vector_norm(slot.master, dim=(-2, -1), keepdim=True)
@@ -1750,9 +1748,9 @@ def average_weights(state: TrainState) -> None:
     state.samples = 0
     # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
     for slot in slots:
-        before = norms(slot)
+        before = slot_norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
-        slot.master.mul_(before / norms(slot).clamp_min(1e-10))
+        slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
         slot.param.copy_(state.optimizer.gather(slot, slot.master).view(slot.param.shape))
 
 
@@ -2386,12 +2384,11 @@ def warm_up(state: TrainState, say: Callable) -> None:
     """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
     begin = time.perf_counter()
     gc.disable()  # else it scans the compiler's graphs again and again
-    rng = np.random.default_rng(0)
     for index in range(len(state.config.stages)):
-        warm_up_stage(state, index, rng)
+        warm_up_stage(state, index)
 
     # If memory is too small for validation, this should show now.
-    batch = dummy_batch(state.config, state.ranks, state.micro_packs, rng)
+    batch = dummy_batch(state.config, state.ranks, state.micro_packs)
     token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=state.ranks.device)
     bits_per_byte(state.model, batch, state.micro_packs, token_bytes, state.ranks)
 
@@ -2400,7 +2397,7 @@ def warm_up(state: TrainState, say: Callable) -> None:
     say(f"warm-up: {time.perf_counter() - begin:.1f} s")
 
 
-def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
+def warm_up_stage(state: TrainState, index: int) -> None:
     """Trains on micro-batches of one stage's size."""
     own = state.config.stage_table[index].packs // state.ranks.world
     packs = largest_divisor(own, state.micro_packs)
@@ -2408,14 +2405,13 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
     count = packs if state.graphs is None else min(2 * packs, own)
     stage = dataclasses.replace(state, micro_packs=packs)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(stage, dummy_batch(state.config, state.ranks, count, rng))
+        train_step(stage, dummy_batch(state.config, state.ranks, count))
 
 
-def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
+def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
     """A batch of so many packs for each rank, random tokens in documents of maximal length."""
     batch = empty_packs(packs, config, 0)
-    random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
-    batch.tokens.copy_(torch.from_numpy(random))
+    batch.tokens.random_(config.vocab_size)
     batch.targets.copy_(batch.tokens)
     for row in range(packs):
         pad_pack(batch, row, 0, 0)
@@ -2675,9 +2671,6 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         now = datetime.datetime.now()
         kind = "" if job.command == "pretrain" else f"_{job.command}"
         run_dir = Path(args.run_dir or f"out/{now:%Y-%m-%d_%H-%M-%S}_{Path(__file__).stem}{kind}")
-        if run_dir.is_symlink() and not run_dir.exists():
-            way = "make that folder, or name another --run-dir"
-            raise UserError(f"{run_dir} points to {run_dir.readlink()}, which does not exist; {way}")
         run_dir.mkdir(parents=True, exist_ok=True)
         # A process may use its own run again.
         lock = filelock.FileLock(run_dir / ".lock", is_singleton=True)

@@ -262,8 +262,8 @@ def test_matrices_in_parts():
         optimizer = ts.build_optimizer(model, config)
         for slot in optimizer.slots:
             if slot.mult is not None:
-                assert slot.together == len(slot.master), "a tiny bank goes at once"
-                slot.together = together or slot.together
+                assert slot.matrices_at_once == len(slot.master), "a tiny bank goes at once"
+                slot.matrices_at_once = together or slot.matrices_at_once
         (model(*pack(random_documents((50, 60))))[0] / 100).backward()
         optimizer.step(1.0, 0.9)
         weights.append(optimizer.weights())

@@ -418,7 +418,7 @@ def test_command_line_mistakes(argv, words):
 
 def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    assert f"run points to {tmp_path}/gone, which does not exist" in refused(*flags(dataset_dir, tmp_path / "run"))
+    assert f"File exists: '{tmp_path}/run'; fix that" in refused(*flags(dataset_dir, tmp_path / "run"))
 
 
 # ---- where it runs
