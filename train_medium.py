@@ -2449,11 +2449,12 @@ def start_ranks() -> Ranks:
         # Spinning OpenMP threads slow down other runs on the host.
         torch.set_num_threads(1)
     if world > 1 and not dist.is_initialized():
-        on_gpu = device.type == "cuda"
         # When a process dies, torchrun ends the others; when one hangs, this timeout does.
-        backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
         timeout = datetime.timedelta(minutes=10)
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
     return Ranks(rank, world, device)
 
 
