@@ -5,6 +5,7 @@ import functools
 import math
 
 import pytest
+import safetensors.torch
 import torch
 import train_small as ts
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -404,6 +405,8 @@ def test_averages_with_norms(steps, stop, resumed, counted, tmp_path):
         return state
 
     ts.save_checkpoint(run(1, stop, steps), tmp_path, {})
+    stored = safetensors.torch.load_file(ts.checkpoints(tmp_path)[0] / "optimizer.safetensors")
+    assert any(name.endswith(".average") for name in stored) == (stop == 14), "only between first sample and end"
     state = run(stop + 1, resumed, resumed)
     averaged = {slot.name for slot in state.optimizer.slots if slot.policy.average}
     assert averaged >= {"qk_bank", "mlp_bank", "embed", "value_embed"}
