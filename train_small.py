@@ -2305,7 +2305,7 @@ def warm_up_stage(state: TrainState, index: int) -> None:
 def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
     """A batch of so many packs for each rank, random tokens in documents of maximal length."""
     batch = empty_packs(packs, config, 0)
-    batch.tokens.random_(config.vocab_size)
+    batch.tokens.random_(config.vocab_size, generator=torch.Generator())
     batch.targets.copy_(batch.tokens)
     for row in range(packs):
         pad_pack(batch, row, 0, 0)
