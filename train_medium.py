@@ -3085,7 +3085,7 @@ def run_command(command: Callable[[], dict]) -> int:
         return 130
     except Exception as error:
         # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
-        if isinstance(error, OSError | dist.DistError) or "gloo" in str(error):
+        if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left", str(error)):
             way = "fix that, then continue with --resume, or start again if nothing is saved yet"
             print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
             return 1
