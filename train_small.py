@@ -82,7 +82,7 @@ def set_up_compilers() -> None:
 if __name__ == "__main__":
     set_up_compilers()
     # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
-    helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
+    helper = Path(__file__).parent / "dev/kernel_cache.py"
     is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", ""))
     if is_cold and helper.is_file() and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

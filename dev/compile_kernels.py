@@ -47,8 +47,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import score_core
 import torch
 import triton
+from kernel_cache import launch_kernels
 from lib import engine
-from lib.kernel_cache import launch_kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

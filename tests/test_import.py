@@ -94,5 +94,5 @@ def test_kernels_are_compiled_ahead_once(environment, tmp_path):
     script = str(ROOT / "train_small.py")
     argv = [sys.executable, "-c", BEFORE_TORCH, script, "--steps", "3"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    started = f"{ROOT}/runs/lib/kernel_cache.py {script} --steps 3 {subprocess.DEVNULL}\n"
+    started = f"{ROOT}/dev/kernel_cache.py {script} --steps 3 {subprocess.DEVNULL}\n"
     assert (done.stdout, done.stderr, done.returncode) == ("" if environment else started, "", 0)

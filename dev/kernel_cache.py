@@ -1,6 +1,6 @@
 """Compiles the Triton kernels of a training script into their cache, on a machine with a GPU but without its memory.
 
-    python runs/lib/kernel_cache.py train_small.py [the flags of the run]
+    python dev/kernel_cache.py train_small.py [the flags of the run]
 
 A training script starts this where nothing is compiled yet: its kernels take ten seconds, which pass while it imports
 PyTorch and builds the model. A kernel that is not there in time, or not in the right form, the script compiles itself.
@@ -63,6 +63,9 @@ def launch_kernels(script, config, dtype) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] in ([], ["--help"]):
+        print(__doc__)
+        return
     path = Path(sys.argv[1]).resolve()
     sys.path.insert(0, str(path.parent))
     script = importlib.import_module(path.stem)
