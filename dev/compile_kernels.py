@@ -42,7 +42,7 @@ if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
 import score_core
 import torch
