@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a training script into their cache, on a machine with a GPU but without its memory.
+"""Compiles the Triton kernels of a training script into their cache, for the GPU of this machine; launches nothing.
 
     python dev/kernel_cache.py train_small.py [the flags of the run]
 
@@ -80,6 +80,7 @@ def main() -> None:
     if dtype == torch.float32 or capability < (8, 0):
         return
     driver = triton.runtime.driver.active
+    driver.get_current_stream = lambda device: 0  # nothing is launched
     run = triton.JITFunction.run
 
     def compile_only(self, *arguments, warmup, **options):
