@@ -1521,26 +1521,17 @@ class Optimizer:
         """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
         slot = gradient.slot
         policy = slot.policy
-        numbers = {"decay": policy.weight_decay * lr_factor, "grad_scale": grad_scale}
+        rate = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
+        numbers = {"lr": rate * policy.lr_mult * lr_factor, "decay": policy.weight_decay * lr_factor}
+        numbers["grad_scale"] = grad_scale
         if policy.optimizer == "normuon":
-            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_factor
             self.update_normuon(gradient, own, momentum, numbers)
-            return
-        numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_factor
-        numbers["eps"] = self.config.adam_eps
-        if policy.optimizer == "rmsprop":
+        elif policy.optimizer == "rmsprop":
             (beta2,) = policy.betas
-            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
-            tensors = (slot.master, gradient.tensor, slot.moments["second_moment"], own)
-            update_rows(*tensors, gradient.index, **numbers)
-            return
-        beta1, beta2 = policy.betas
-        numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
-        numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
-        tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
-        # Scalars, which are their own master, are not worth a graph.
-        function = one_graph(adam_update) if self.compiled and own is not None else adam_update
-        function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates, "eps": self.config.adam_eps}
+            update_rows(slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index, **numbers)
+        else:
+            self.update_adam(gradient, own, updates, numbers)
 
     def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, numbers: dict) -> None:
         """NorMuon for as many matrices at once as fit into memory."""
@@ -1551,6 +1542,16 @@ class Optimizer:
         numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
         for part, out in zip(parts, outs, strict=True):
             normuon_update(*part, out, **numbers, dtype=self.muon_dtype, compiled=self.compiled)
+
+    def update_adam(self, gradient: Pending, own: Tensor | None, updates: int, numbers: dict) -> None:
+        slot = gradient.slot
+        beta1, beta2 = slot.policy.betas
+        numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates, "eps": self.config.adam_eps}
+        numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
+        tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
+        # Scalars, which are their own master, are not worth a graph.
+        function = one_graph(adam_update) if self.compiled and own is not None else adam_update
+        function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
 
     # -- communication
 
@@ -4233,7 +4234,6 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
 
 if __name__ == "__main__":
     exit_code = main()
-    sys.stdout.flush()
     if exit_code == 0:
-        os._exit(0)  # Python would spend seconds on taking apart what the compiler left
+        os._exit(0)  # all is flushed; Python would spend seconds on taking apart what the compiler left
     sys.exit(exit_code)
