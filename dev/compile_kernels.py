@@ -5,7 +5,7 @@
 The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
 script, runs/lib/engine.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the
 machine code (its ptxas needs no GPU).
-With --quick only the largest form of each kernel is compiled: with all optional inputs, in one number format.
+With --quick only the forms that training and decoding of the default recipe need are compiled.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
 KiB of a program, and must stay below what the card gives one. Exit code 1 if a kernel does not fit. This says nothing
 about speed: dev/bench_kernels.py does.
@@ -29,7 +29,7 @@ def parse() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--script", default="train_small.py")
-    parser.add_argument("--quick", action="store_true", help="the largest form of each kernel")
+    parser.add_argument("--quick", action="store_true", help="only the forms of the default recipe")
     parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])
     args = parser.parse_args()
     if unknown := set(args.archs) - set(SHARED):
@@ -42,17 +42,19 @@ if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
 import score_core
 import torch
 import triton
+from kernel_cache import launch_kernels
 from lib import engine
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 CAP = (23.0, 5.0, 7.5)
+NUMBERS = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
 
 
 class NoDevice:
@@ -71,53 +73,22 @@ class NoDevice:
 
 
 def launches(script, config, quick: bool) -> None:
-    """Every kernel in every form in which the script starts it, on small inputs of the model's widths.
-
-    Quick: in the form that needs most.
-    """
-    D, F, V = config.width, 4 * config.width, config.padded_vocab
+    """Every kernel in every form in which the script and runs/ start it; quick: only those that training needs most."""
+    dtype = torch.bfloat16
+    T, D, V = 256, config.width, config.padded_vocab
     H, K = config.num_heads, config.head_dim
-    T = 256
 
-    def new(*shape, dtype=torch.bfloat16):
+    def new(*shape, dtype=dtype):
         return torch.zeros(shape, dtype=dtype)
 
-    logits, targets, weights = new(4, V), new(2, T, dtype=torch.int32), torch.ones(2)
-    script.softcap_ce(logits, targets, weights, weights, CAP)
+    launch_kernels(script, config, dtype)
     if not quick:
-        script.softcap_ce(logits, targets[:1], weights[:1], None, CAP)
-        script.softcap_ce(logits.half(), targets[:1], weights[:1], None, CAP)
-        script.softcap_ce(logits, targets[:1], weights[:1], None, CAP, grad=False)
-    if script.fits_fp8(new(T, D)):
-        out = new(4, V, dtype=torch.float8_e5m2)
-        script.softcap_ce(logits, targets, weights, None, CAP, out=out)
-        script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
-    for shape in ((2, D, F), (2, D, D)):
-        for x in (new(*shape), new(*shape[::2], shape[1]).mT):
-            if not quick:
-                script.sym_mm(x, 1.0, 0.0, 0.5)
-            if not quick or x.is_contiguous():
-                script.sym_mm(x, 1.0, 0.5, 0.5)
-    if script.fits_fp8(new(T, D), F, D):
-        x, w, post = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F)))
-        script.linear_relu2(x.to(script.E5M2), w, post, 0.5)
-        if not quick:
-            script.linear_relu2(x, w, None, 0.5)
-    table = torch.zeros(4, D), new(4, D), torch.zeros(4)
-    numbers = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
-    for written in [new(4, D)] if quick else [None, new(4, D)]:
-        script.update_rows(*table, written, **numbers)
-        script.update_rows(*table, written, torch.zeros(4, dtype=torch.long), **numbers)
+        targets, weights = new(1, T, dtype=torch.int32), torch.ones(1)
+        for logits in (new(4, V), new(4, V).half()):
+            script.softcap_ce(logits, targets, weights, weights, CAP)
+        for index in (None, torch.arange(4)):  # a table that is its own master
+            script.update_rows(torch.zeros(4, D), new(4, D), torch.zeros(4), None, index, **NUMBERS)
     q, k, v = new(T, 3, H, K).unbind(1)
-    bounds = new(2, T, dtype=torch.int32)
-    script.window_attention_forward(q, k, v, bounds)
-    o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
-    script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds)
-    turn = new(T, 1, K), new(T, 1, K), torch.ones(())
-    if script.fits_fp8(new(T, D)):
-        x, w = new(T, D, dtype=script.E4M3), new(3 * D, D, dtype=script.E4M3)
-        qkv, rstd = script.linear_rotate(x, w, torch.ones(()), *turn)
-        script.norm_rotate_grad(qkv, rstd, *new(3, T, H, K), *turn)
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:
@@ -144,6 +115,7 @@ def main() -> None:
     misfits = 0
     script = importlib.import_module(Path(args.script).stem)
     script.use_triton = lambda x, capability=(8, 0): divmod(device.arch, 10) >= capability
+    script.persistent_programs = lambda tiles: tiles
     engine.use_triton = lambda x: True
     score_core.kernel_runs = lambda q: True
     run = JITFunction.run

@@ -281,10 +281,13 @@ def answer_table(before: dict, after: dict) -> str:
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 
 
-def write_report(run_dir: Path, with_samples=True, device: str | None = None, live=None, against=None) -> None:
+def write_report(
+    run_dir: Path, with_samples=True, device: str | None = None, live=None, result: dict | None = None, against=None
+) -> None:
     """report.md and curve.png of one run; shows the samples on the screen.
 
-    Args: live the script, model, tokenizer, config and step of a run that has just ended; against for read_reference
+    Args: live the script, model, tokenizer, config and step of a run that has just ended; result what it will write
+          to result.json; against for read_reference
     """
     try:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
@@ -292,12 +295,13 @@ def write_report(run_dir: Path, with_samples=True, device: str | None = None, li
         references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
         raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
-    result = read_result(run_dir, entries)
+    is_running = result is None and not (run_dir / "result.json").is_file()
+    result = result or read_result(run_dir, entries)
     name = run_dir.resolve().name
     rows = table_rows(description, entries, result)
     title = f"{name}: {next(iter(rows.values()), '')}"
     parts = [f"# {name}\n"]
-    if not (run_dir / "result.json").is_file():
+    if is_running:
         parts.append(f"Running: the metrics are those of step {result['steps']:,}.\n")
 
     evaluations = [entry for entry in entries if "greedy" in entry]

@@ -347,7 +347,7 @@ def signal_handlers():
 def only_the_run():
     """Warm-up and report have tests of their own, and take longer than these runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ts, "report", lambda run: None)
+        patch.setattr(ts, "report", lambda run, result: None)
         patch.setattr(ts, "warm_up", lambda state, say: None)
         yield
 

@@ -442,7 +442,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
     (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
     (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
-    (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
+    (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py"]),
     (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
     (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
     (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),

@@ -273,7 +273,7 @@ def run_dir(dataset_dir, tmp_path) -> Path:
     """A run of two steps on the tiny dataset, with a report."""
     flags = [*sets(TINY), "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ts, "report", lambda run: (run.run_dir / "report.md").write_text("# A run\n"))
+        patch.setattr(ts, "report", lambda run, result: (run.run_dir / "report.md").write_text("# A run\n"))
         assert ts.main(flags) == 0
     return tmp_path / "run"
 

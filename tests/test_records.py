@@ -49,7 +49,7 @@ def train(script, *argv) -> None:
     module = sys.modules["trained_script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.warm_up = lambda state, say: None
-    module.report = lambda run: None
+    module.report = lambda *arguments: None
     with contextlib.chdir(script.parent), contextlib.redirect_stdout(io.StringIO()):
         assert module.main([str(word) for word in argv]) == 0
 

@@ -92,7 +92,7 @@ def child(argv: list[str], out: Path, wrong: tuple, environment: dict) -> None:
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    ts.report = lambda run: None  # it takes longer than the training
+    ts.report = lambda *arguments: None  # it takes longer than the training
     if wrong:
         name, *arguments = wrong
         globals()[name](*arguments)

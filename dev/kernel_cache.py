@@ -1,0 +1,96 @@
+"""Compiles the Triton kernels of a training script into their cache, for the GPU of this machine; launches nothing.
+
+    python dev/kernel_cache.py train_small.py [the flags of the run]
+
+A training script starts this where nothing is compiled yet: its kernels take ten seconds, which pass while it imports
+PyTorch and builds the model. A kernel that is not there in time, or not in the right form, the script compiles itself.
+"""
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+
+
+def launch_kernels(script, config, dtype) -> None:
+    """Launches every kernel of training in each of its forms, on tensors of the host that hold no numbers.
+
+    Triton compiles a form for types, constants, and numbers that 16 divides. So sizes are those of the config, for one
+    pack.
+    """
+    import torch
+
+    D, F, V, T = config.width, config.mlp_width, config.padded_vocab, config.pack_tokens
+    H, K = config.num_heads, config.head_dim
+    new = functools.partial(torch.empty, dtype=dtype)
+
+    # Attention comes first, as building the model tries it out.
+    q, k, v = new(T, 3, H, K).unbind(1)
+    o, do = new(2, T, H, K)
+    lse = torch.empty(H, T)
+    bounds = torch.empty(2, T, dtype=torch.int32)
+    script.window_attention_forward(q, k, v, bounds)
+    script.window_attention_grad(q, k, v, o, do, lse, bounds)
+
+    # Head and loss, in training and in validation.
+    fp8 = script.fits_fp8(q, D, F)
+    weights = torch.tensor(script.loss_weights(config, 0))
+    targets = torch.empty(len(weights), T, dtype=torch.int32)
+    token_weight = torch.empty(T) if fp8 else None
+    out = new(16, V, dtype=script.E5M2) if fp8 else None
+    script.softcap_ce(new(16, V), targets, weights, token_weight, config.softcap, out=out)
+    script.softcap_ce(new(16, V), targets[:1], weights[:1], None, config.softcap, grad=False)
+
+    # Products of the layers in fp8.
+    if fp8:
+        x, up, post, qkv = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F), (3 * D, D)))
+        number = torch.empty(1)
+        turn = (new(T, 1, K), new(T, 1, K), number)
+        script.linear_rotate(x, qkv, number, *turn)
+        script.linear_relu2(x, up, None, 0.5)
+        script.linear_relu2(new(T, D, dtype=script.E5M2), up, post, 0.5)
+        script.transpose8(x)
+        script.norm_rotate_grad(new(T, 3, H, K), torch.empty(T, 2, H), *new(3, T, H, K), *turn)
+
+    # The optimizer.
+    square = torch.empty(2, D, D, dtype=torch.bfloat16)
+    script.sym_mm(square)
+    script.sym_mm(square.mT)
+    script.sym_mm(square, 0.5, 0.5, 0.5)
+    numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay", "grad_scale"), 0.5)
+    for index in (None, torch.arange(16)):
+        script.update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), index, **numbers)
+
+
+def main() -> None:
+    if sys.argv[1:2] in ([], ["--help"]):
+        print(__doc__)
+        return
+    path = Path(sys.argv[1]).resolve()
+    sys.path.insert(0, str(path.parent))
+    script = importlib.import_module(path.stem)
+    import torch
+    import triton
+
+    script.set_up_compilers()
+    args = script.build_parser().parse_args(sys.argv[2:])
+    config = script.pretraining_job(script.make_config(args)).config
+    dtype = script.choose_dtype(config, torch.device("cuda"))
+    capability = torch.cuda.get_device_capability()
+    if dtype == torch.float32 or capability < (8, 0):
+        return
+    driver = triton.runtime.driver.active
+    driver.get_current_stream = lambda device: 0  # nothing is launched
+    run = triton.JITFunction.run
+
+    def compile_only(self, *arguments, warmup, **options):
+        kernel = run(self, *arguments, warmup=True, **options)
+        driver.launcher_cls(kernel.src, kernel.metadata)  # a C program for the host
+
+    triton.JITFunction.run = compile_only
+    script.use_triton = lambda x, least=(8, 0): capability >= least
+    launch_kernels(script, config, dtype)
+
+
+if __name__ == "__main__":
+    main()
