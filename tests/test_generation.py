@@ -73,7 +73,7 @@ FAULTS = {
         model, cache, tokens, tokens, positions)),
     "no offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], False)),
     "offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": ("plan_ring", lambda plan, rows, num_cached, lengths, window, *more: plan(
+    "window": ("make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
         rows, num_cached, lengths, max(window - 1, 1), *more)),
 }  # fmt: skip
 
@@ -482,11 +482,11 @@ def test_shared_prefixes(generator, monkeypatch):
     decoder = decoder_of(generator, 3, prefix_rows=1)
     computed = []
 
-    def prefill(rows, num_cached, sequences, prefill=decoder.prefill):
+    def prefill(rows, num_cached, sequences, prefill=decoder.prefill_batch):
         computed.append(sum(map(len, sequences)) - sum(num_cached))
         return prefill(rows, num_cached, sequences)
 
-    monkeypatch.setattr(decoder, "prefill", prefill)
+    monkeypatch.setattr(decoder, "prefill_batch", prefill)
     first, second, third = ([1, *ids] for ids in random_documents((40, 40, 40), vocab=290, seed=5))
 
     def ask(prompts) -> list[int]:

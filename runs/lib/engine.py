@@ -16,7 +16,7 @@ The model is the GPT class of the script that lies in the run directory. This fi
 repository, so a run keeps decoding as it was trained.
 
 Letters in shape comments: B rows of the cache, S slots of a row's ring, T new tokens of a prefill, P its packed
-tokens (old and new), N its sequences, D model width, H heads, K head width, V vocabulary.
+tokens (old and new), N its sequences, D model width, H heads, K head width, V vocabulary (of the tokenizer).
 """
 
 from __future__ import annotations
@@ -286,20 +286,20 @@ NEW_BUCKETS = (128, 256, 512, 1024, 2048, 4096)
 OLD_BUCKETS = (0, 1024, 4096)
 
 
-def choose_bucket(num_cached: list, sequences: list, most: int, window: int):
+def choose_bucket(num_cached: list, sequences: list, max_sequences: int, window: int):
     """The smallest PrefillBucket for sequences with num_cached tokens in the cache; None if they are too long."""
     new = sum(map(len, sequences)) - sum(num_cached)
     old = sum(min(count, window) for count in num_cached)
     new_sizes = [size for size in NEW_BUCKETS if size >= new]
     old_sizes = [size for size in OLD_BUCKETS if size >= old]
-    return PrefillBucket(most, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
+    return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
 def pad(array, length: int, value: int) -> np.ndarray:
     return np.concatenate((array, np.full(length - len(array), value)))
 
 
-def plan_ring(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
+def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
     """The plan for rings of one window, in arrays, padded to a bucket if there is one.
 
     Args:  rows, num_cached, lengths (N + 1,) int64 arrays: row of each sequence, how many of its tokens the row holds,
@@ -360,7 +360,7 @@ def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> Pr
     ends_N1 = np.array([*map(len, sequences), padding])
     positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
     plans = [
-        plan_ring(rows_N1, starts_N1, ends_N1, window, ring_size, bucket)
+        make_ring_plan(rows_N1, starts_N1, ends_N1, window, ring_size, bucket)
         for window, ring_size in zip(model.windows, cache.ring_sizes, strict=True)
     ]
 
@@ -443,9 +443,9 @@ def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
-    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1
-             for idle rows, of which nothing changes; layer_weights as for prefill
-    Returns: logits (B, V) fp32, which mean nothing for idle rows
+    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1 for idle rows, of
+             which nothing changes; layer_weights as for prefill
+    Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
     """
 
     def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
@@ -711,7 +711,7 @@ class Decoder:
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
-        self.step_graphs = Graphs() if graph and cuda else None  # by StepKind
+        self.step_graphs = Graphs() if graph and cuda else None  # "logits", and of sample_step by StepKind
         self.prefill_graphs = Graphs() if graph and cuda else None  # by PrefillBucket
         # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
         self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
@@ -730,11 +730,12 @@ class Decoder:
 
     @torch.no_grad()
     def add_requests(self, completions: dict[int, Completion]) -> dict[int, int]:
-        """Prefills completions, which then run in these rows. Returns how many ids of each earlier requests had cached.
+        """Prefills completions, which then run in these rows.
 
         The last id of a prompt goes in with the next step, which gives the first new one.
 
-        Raises: RunError if one does not fit its row
+        Returns: {row: how many ids of its sequence were in the cache, left there by earlier requests}
+        Raises:  RunError if one does not fit its row
         """
         for row, completion in completions.items():
             assert row not in self.running, f"row {row} is taken"
@@ -746,7 +747,7 @@ class Decoder:
         reusing = {row: ids for row, ids in sequences.items() if row not in scored}
         num_cached = dict.fromkeys(sequences, 0)
         num_cached |= {row: self.prefix_cache.match(row, ids) for row, ids in reusing.items()}
-        copies, new_prefixes = self.prefix_cache.share(reusing, num_cached)
+        copies, new_prefixes = self.prefix_cache.choose_shared(reusing, num_cached)
         num_cached |= {row: len(self.prefix_cache.tokens[source]) for row, source in copies.items()}
 
         self.fill(new_prefixes, dict.fromkeys(new_prefixes, 0), {})
@@ -766,7 +767,7 @@ class Decoder:
             self.prefix_cache.tokens[row] = []  # should the prefill fail
         for rows in prefill_batches(sequences, num_cached):
             counts = [num_cached[row] for row in rows]
-            hidden_TD = self.prefill(rows, counts, [sequences[row] for row in rows])
+            hidden_TD = self.prefill_batch(rows, counts, [sequences[row] for row in rows])
             start = 0  # of a sequence's new ids
             for row in rows:
                 end = start + len(sequences[row]) - num_cached[row]
@@ -776,8 +777,8 @@ class Decoder:
         for row, sequence in sequences.items():
             self.prefix_cache.tokens[row] = sequence
 
-    def prefill(self, rows: list, num_cached: list, sequences: list) -> Tensor:
-        """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
+    def prefill_batch(self, rows: list, num_cached: list, sequences: list) -> Tensor:
+        """As the function prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
         bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
         if self.prefill_graphs is None or bucket is None:
             return prefill(self.model, self.cache, rows, num_cached, sequences, self.layer_weights)
@@ -795,7 +796,7 @@ class Decoder:
         """Sets the logprob of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         targets = completion.prompt[1:]
-        completion.prompt_logprobs = [None]
+        completion.prompt_logprobs = [None]  # also of one that was stopped, and whose prompt is computed again
         for start in range(0, len(targets), 256):  # logits of all at once might not fit into memory
             tokens = to_device(targets[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
@@ -816,25 +817,26 @@ class Decoder:
         if not self.running:
             return []
         if pending is None or not pending.completions:
-            pending = self.launch(self.running)
+            pending = self.launch(self.running, self.compute_logits())
 
-        # A tool's ids take the place of the sampled ones before they go in.
+        # A tool's ids take the place of the sampled ones before they go in. They are known by now: the host has read
+        # the id that ended the call.
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
         following = self.rows_after(pending) if self.overlap else {}
         if not following:
             return self.finish(pending)
+        logits = self.compute_logits()
         if not self.kind.masks:
-            self.pending = self.launch(following)
+            self.pending = self.launch(following, logits)
             return self.finish(pending)
 
         # A mask needs the ids that are read now, so only the logits are computed meanwhile.
-        self.run("logits", self.keep_logits)
         outputs = self.finish(pending)
         following = {row: c for row, c in following.items() if not c.reason}
         if following:
-            self.pending = self.launch(following, self.state.logits)
+            self.pending = self.launch(following, logits)
         return outputs
 
     def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
@@ -850,13 +852,17 @@ class Decoder:
         """As Graphs.run, where there are graphs."""
         return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
 
-    def launch(self, completions: dict[int, Completion], logits: Tensor | None = None) -> PendingStep:
-        """Starts a step, or the rest of it from logits. Its ids go in with the next one, except where a tool speaks."""
+    def compute_logits(self) -> Tensor:
+        """The logits (B, V) of the ids that go in, before masks and processors. The next call may overwrite them."""
+        state = self.state
+        inputs = (self.decode_cache, state.tokens, state.previous, state.positions, self.layer_weights)
+        logits = self.run("logits", self.decode, self.model, *inputs)
+        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+
+    def launch(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
+        """Samples an id for each row from logits (B, V). They go in with the next step, except where a tool speaks."""
         self.state.set_masks(completions)
-        if logits is None:
-            logits = self.run(self.kind, self.compute_step, self.kind)
-        else:
-            self.run(("sample", self.kind), self.sample_step, self.kind, logits)
+        self.run(self.kind, self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
         logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
 
@@ -866,25 +872,8 @@ class Decoder:
         done = torch.cuda.current_stream().record_event() if cuda else None
         return PendingStep(dict(completions), sampled, done, logprobs)
 
-    def compute_step(self, kind: StepKind) -> Tensor:
-        """The work of a step, from and to the tensors of RowState, in which it may be a graph.
-
-        Returns: logits (B, V), before masks and processors
-        """
-        logits = self.compute_logits()
-        self.sample_step(kind, logits)
-        return logits
-
-    def compute_logits(self) -> Tensor:
-        inputs = (self.state.tokens, self.state.previous, self.state.positions)
-        logits = self.decode(self.model, self.decode_cache, *inputs, self.layer_weights)
-        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-
-    def keep_logits(self) -> None:
-        self.state.logits.copy_(self.compute_logits())
-
     def sample_step(self, kind: StepKind, logits: Tensor) -> None:
-        """The part of a step after its logits (B, V)."""
+        """The part of a step after its logits (B, V); it writes the ids of the next step into RowState."""
         state = self.state
         sampled = self.next_tokens(logits, kind)
 
@@ -992,7 +981,6 @@ class RowState:
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_rows, vocab_size, device=device)
         self.forbidden = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)  # by a mask
-        self.logits = torch.zeros(num_rows, vocab_size, device=device)  # computed ahead of their masks
 
     def set_rows(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each sequence goes in with the next step."""
@@ -1092,15 +1080,15 @@ def smallest_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, num_sorted: in
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
     """Noise (B, V) fp32: a hash of seed, counter and id, which needs no state."""
-    ids_V = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
-    hash_B = lowbias32((lowbias32(seeds_B) + counters_B) & 0xFFFFFFFF)
-    bits = lowbias32((hash_B[:, None] + ids_V) & 0xFFFFFFFF) >> 9
+    ids_V = hash32(torch.arange(vocab_size, device=seeds_B.device))
+    hash_B = hash32((hash32(seeds_B) + counters_B) & 0xFFFFFFFF)
+    bits = hash32((hash_B[:, None] + ids_V) & 0xFFFFFFFF) >> 9
     uniform = (bits.float() + 0.5) * 2**-23
     return -torch.log(-torch.log(uniform))
 
 
-def lowbias32(x: Tensor) -> Tensor:
-    """A hash of 32 bits, by C. Wellons; in int64, where nothing overflows."""
+def hash32(x: Tensor) -> Tensor:
+    """A hash of 32 bits, with constants from github.com/skeeto/hash-prospector; in int64, where nothing overflows."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -1140,7 +1128,7 @@ class PrefixCache:
         is_prefix = len(cached) < len(sequence) and cached == sequence[: len(cached)]
         return len(cached) if is_prefix else 0
 
-    def share(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
+    def choose_shared(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
         """Chooses shared rows for new sequences.
 
         A prefix gets a shared row, the least recently used one, when a second sequence has it.
@@ -1177,19 +1165,21 @@ class Graphs:
         self.recorded: dict[Any, tuple] = {}  # by key: the graph, and what the work returned
 
     def run(self, key, work: Callable, *arguments):
-        """What work(*arguments) does and returns; the next run may overwrite the result."""
+        """What work(*arguments) does and returns, a tensor or None. All runs of a key return the same tensor."""
         if key in self.recorded:
             graph, result = self.recorded[key]
             graph.replay()
             return result
-        result = work(*arguments)  # recording computes nothing
 
-        # All of them share one pool of memory, because one runs at a time.
+        # The first time it runs as it is, to compile what it needs, since recording computes nothing.
+        first = work(*arguments)
+        # All graphs share one pool of memory, because one runs at a time.
         pool = next((graph.pool() for graph, _ in self.recorded.values()), None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.recorded[key] = (graph, work(*arguments))
-        return result
+            result = work(*arguments)
+        self.recorded[key] = (graph, result)
+        return result if first is None else result.copy_(first)
 
 
 # ==== Attention kernel
@@ -1238,27 +1228,27 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
 @jit
 def decode_attention_kernel(
     q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
-    OFFSET: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    OFFSET: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One row and one head a program; D is the head width here. The new key and value are not read back."""
+    """One row and one head of WIDTH a program. The new key and value are not read back."""
     row = tl.program_id(0)
     h = tl.program_id(1)
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDTH)
     p = tl.load(positions + row)
     slot = tl.maximum(p, 0) % S
-    stride = H * D  # from slot to slot
-    running = d < tl.where(p >= 0, D, 0)
-    keys += (row.to(tl.int64) * S * H + h) * D
-    values += (row.to(tl.int64) * S * H + h) * D
+    stride = H * WIDTH  # from slot to slot
+    running = d < tl.where(p >= 0, WIDTH, 0)
+    keys += (row.to(tl.int64) * S * H + h) * WIDTH
+    values += (row.to(tl.int64) * S * H + h) * WIDTH
 
     # The new key and value; exp2 below needs the query times log2(e).
-    Q = tl.load(q + row * stride_q + h * D + d).to(tl.float32) * 1.4426950408889634
-    K = tl.load(k + row * stride_k + h * D + d)
-    V = tl.load(v + row * stride_v + h * D + d)
+    Q = tl.load(q + row * stride_q + h * WIDTH + d).to(tl.float32) * 1.4426950408889634
+    K = tl.load(k + row * stride_k + h * WIDTH + d)
+    V = tl.load(v + row * stride_v + h * WIDTH + d)
     if OFFSET:
-        second_half = d >= D // 2
+        second_half = d >= WIDTH // 2
         tl.store(keys + (slot + 1) % S * stride + d, K, mask=running & second_half)
-        taken = second_half & (d < p * D)  # from the token before, which the first has not
+        taken = second_half & (d < p * WIDTH)  # from the token before, which the first has not
         K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
     tl.store(keys + slot * stride + d, K, mask=running)
     tl.store(values + slot * stride + d, V, mask=running)
@@ -1281,7 +1271,7 @@ def decode_attention_kernel(
         top = new_top
         total = total * shrink + tl.sum(e, 0)
         acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
-    tl.store(o + row * stride + h * D + d, (acc / total).to(o.dtype.element_ty))
+    tl.store(o + row * stride + h * WIDTH + d, (acc / total).to(o.dtype.element_ty))
 
 
 DECODE_TILES = dict(BN=128, num_warps=8)
@@ -1296,18 +1286,15 @@ def adjacent_heads(x: Tensor) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
 ) -> Tensor:
-    """As decode_attention_ref: the kernel where it runs, for K a power of two.
-
-    It reads 4 H K bytes for each key seen.
-    """
-    B, H, D = q.shape
-    if not use_triton(q) or D & (D - 1):
+    """As decode_attention_ref, by the kernel where it runs: for head widths that are powers of two."""
+    B, H, width = q.shape
+    if not use_triton(q) or width & (width - 1):
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
     q, k, v = (adjacent_heads(t) for t in (q, k, v))
-    o = q.new_empty(B, H, D)
+    o = q.new_empty(B, H, width)
     decode_attention_kernel[(B, H)](
         q, k, v, o, keys, values, positions, keys.size(1), H, q.stride(0), k.stride(0), v.stride(0),
-        OFFSET=offset, D=D, **DECODE_TILES,
+        OFFSET=offset, WIDTH=width, **DECODE_TILES,
     )  # fmt: skip
     return o
 
