@@ -602,7 +602,7 @@ def test_stop_strings_over_http(talker):
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, or -1 for as many as fit, found 0"),
+        ({"max_tokens": -2}, "max_tokens: Input should be greater than or equal to -1, found -2"),
         ({"tools": [{"type": "function"}]}, 'tools is not supported by this server, found [{"type": "function"}]; ask'),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),

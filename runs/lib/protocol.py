@@ -10,14 +10,14 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from lib import chat_format, engine, json_answers
 from llguidance.tiktoken import lltokenizer_from_encoding
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
@@ -120,11 +120,11 @@ class Sequence:
     detokenizer: Detokenizer
     silent: bool = False  # only the prompt is shown, and nothing of the answer
     request: "Request | None" = None
-    cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
+    num_cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
     deltas: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
     reason: str = ""  # why it ended: "stop" or "length"
 
-    def take(self, output: engine.StepOutput) -> None:
+    def add_output(self, output: engine.StepOutput) -> None:
         """Turns the id of a step into text. A stop string ends the answer."""
         if output.token is not None and not self.silent:
             self.deltas.extend(self.detokenizer.add(output.token, self.completion.forced[-1]))
@@ -148,7 +148,7 @@ class Request:
     began: float = field(default_factory=time.monotonic)
 
     error: APIError | None = None
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self):
         self.waiting.extend(self.sequences)
@@ -157,8 +157,8 @@ class Request:
 
     async def progress(self) -> None:
         """Waits for news, of however many steps. Raises: APIError"""
-        await self.ready.wait()
-        self.ready.clear()
+        await self.news.wait()
+        self.news.clear()
         if self.error and not self.done():
             raise self.error
 
@@ -239,8 +239,8 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
 class ChatFields(AnswerFields):
     source: ClassVar = "messages"  # the field with the prompt
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int = -1  # as many as fit
-    max_completion_tokens: int | None = None
+    # -1: as many as fit
+    max_tokens: int = Field(-1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
 
@@ -248,7 +248,7 @@ class ChatFields(AnswerFields):
 class TextFields(AnswerFields):
     source: ClassVar = "prompt"
     prompt: Annotated[list[str | Ids], Field(min_length=1), BeforeValidator(as_list)]
-    max_tokens: int = 16
+    max_tokens: int = Field(16, ge=-1)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -313,8 +313,6 @@ class Protocol:
     def prepare_chat(self, data: bytes) -> Request:
         """Checks a request for the next answer of a conversation. Raises: APIError"""
         fields = read_fields(ChatFields, data)
-        if fields.max_completion_tokens is not None:
-            fields.max_tokens = fields.max_completion_tokens
         logprobs = fields.top_logprobs if fields.logprobs else None
         return self.make_request(fields, [self.render(fields.messages)], logprobs)
 
@@ -336,10 +334,6 @@ class Protocol:
             raise APIError(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
             raise APIError(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
-        least = 0 if echo else 1  # with echo, none is the prompt alone
-        if fields.max_tokens < least and fields.max_tokens != -1:
-            wrong = f"max_tokens must be at least {least}, or -1 for as many as fit, found {fields.max_tokens:,}"
-            raise APIError(400, wrong, "max_tokens")
         fields.max_tokens = min(fields.max_tokens, self.limit) if fields.max_tokens >= 0 else self.limit
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
@@ -453,11 +447,27 @@ class Answers:
             choices.append({"index": sequence.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
 
-    def opening(self) -> str:
-        """The first event of a stream for each choice of a chat: its role."""
-        content = {"content": "", "role": "assistant"}
-        sequences = self.request.sequences if self.chat else ()
-        return "".join(self.event(sequence, content, None) for sequence in sequences)
+    async def events(self) -> AsyncIterator[str]:
+        """The answers as server-sent events. What came while the client was slow goes out at once."""
+        sequences = self.request.sequences
+        role = {"content": "", "role": "assistant"}  # the first event of each choice of a chat
+        text = "".join(self.event(sequence, role, None) for sequence in sequences) if self.chat else ""
+        try:
+            while True:
+                is_done = self.request.done()  # read first, as the model's thread goes on
+                text += "".join(self.chunks(sequence) for sequence in sequences)
+                if is_done:
+                    break
+                if text:
+                    yield text
+                text = ""
+                await self.request.progress()
+        except APIError as problem:
+            yield f"data: {json.dumps(problem.body())}\n\n"
+            return
+        body = self.head | {"choices": [], "usage": self.usage()}
+        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
+        yield f"{text}{usage}data: [DONE]\n\n"
 
     def chunks(self, sequence: Sequence) -> str:
         """The events for what is new of a sequence; deltas of text in a row go together."""
@@ -486,12 +496,6 @@ class Answers:
         choice = {"index": sequence.index, name: content, "logprobs": logprobs, "finish_reason": reason}
         return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
 
-    def closing(self) -> str:
-        """The end of a stream."""
-        body = self.head | {"choices": [], "usage": self.usage()}
-        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
-        return f"{usage}data: [DONE]\n\n"
-
     def usage(self) -> dict:
         new = sum(len(sequence.completion.tokens) for sequence in self.request.sequences if not sequence.silent)
         # A prompt counts once, however many answers it has.
@@ -501,7 +505,7 @@ class Answers:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.num_cached for sequence in firsts)},
         }
 
     def logprobs(self, sequence: Sequence) -> dict | None:
