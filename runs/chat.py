@@ -5,14 +5,12 @@
     python runs/chat.py out/RUN_HF              (of runs/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
-Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash continues on
-the next one. The lines of a terminal are kept in ~/.local/state/decoderstack/chat_history. With a
-run directory, the KV cache is kept between turns, so a turn computes only its own tokens. When the
-context is full, the oldest turns are dropped and a note says so. A model that was not finetuned for
-chat continues the text instead.
-
-The exit code is 1 if a question from --prompt or a pipe did not get a complete answer.
+Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends an answer or empties
+the line, Ctrl-D ends the chat. A line that ends with a backslash continues on the next one. The lines of a terminal are
+kept in ~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between turns, so a turn
+computes only its own tokens. When the context is full, the oldest turns are dropped and a note says so. A model that
+was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or a pipe did not
+get a complete answer.
 """
 
 import argparse
@@ -25,7 +23,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from lib.command import RunError, first_line, run_command
 from lib.command import print_note as say  # stdout holds nothing but the answers
@@ -44,9 +41,10 @@ HISTORY_LINES = 1000
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    model = parser.add_mutually_exclusive_group(required=True).add_argument
+    model("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
+    model("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
     add("--model", help="name of the model on the server (default: the first one)")
     add("--prompt", help="answer this message and end")
     add("--system", default="", help="instructions ahead of the conversation")
@@ -58,8 +56,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
-    if (args.run_dir is None) == (args.endpoint is None):
-        parser.error("name either a run directory or --endpoint URL")
     if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
         parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
     if args.prompt is not None and not args.prompt.strip():
@@ -138,7 +134,7 @@ class Local(OwnModel):
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
-        self.chat = chat_format.is_chat_run(run_dir) and set(chat_format.TURN_TOKENS) <= set(specials)
+        self.chat = chat_format.is_chat_run(run_dir)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
         shown = chat_format.CALL_TOKENS.items()
@@ -184,8 +180,6 @@ class Pretrained(OwnModel):
     """A folder that save_pretrained of transformers wrote, with a chat template."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
-        if args.step is not None:
-            raise RunError(f"{folder} is one model without checkpoints but --step is {args.step}; leave it out")
         device = engine.choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -241,12 +235,6 @@ class Remote:
     limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
-        try:
-            good = url.startswith(("http://", "https://")) and urlsplit(url).port != 0
-        except ValueError:  # of the port
-            good = False
-        if not good:
-            raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
         import openai
 
         base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
@@ -323,10 +311,7 @@ def printable(text: str) -> str:
 
 
 class Chat:
-    """History and commands.
-
-    A message is {"role", "content"}; an answer of a local model also has "ids".
-    """
+    """History and commands. A message is {"role", "content"}; an answer of a run's model also has "ids"."""
 
     def __init__(self, backend: Local | Pretrained | Remote, system: str = ""):
         self.backend = backend
@@ -334,10 +319,7 @@ class Chat:
         self.messages = []
 
     def turn(self, text: str) -> bool:
-        """Sends a message and prints the answer as it comes.
-
-        Returns False if something went wrong. A message without any answer is removed.
-        """
+        """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
         problem = None
@@ -384,11 +366,8 @@ class Chat:
 
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
-        if not name:
-            say("/save needs a file name")
-            return
-        if not self.messages:
-            say("there is nothing to save yet")
+        if not name or not self.messages:
+            say("/save needs a file name, and something that was said")
             return
         path = Path(name).expanduser()
         said = []

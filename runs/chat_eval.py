@@ -18,10 +18,10 @@ FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, 
 .jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
 name with "test" goes before one with "val"; names with "train" or "dev" are never used.
 
---run-code executes programs that the model wrote, each in an empty folder with limits on time,
-memory and file size, and without network where Linux namespaces are allowed. This is no security
-boundary: a program can read, change and delete every file that you can, so use a container or
-another user. This tool also executes the training script that lies in the run directory.
+--run-code executes programs that the model wrote, each in an empty folder with limits on time, memory and file size,
+and without network where Linux namespaces are allowed. This is no security boundary: a program can read, change and
+delete every file that you can, so use a container or another user. This tool also executes the training script that
+lies in the run directory.
 """
 
 import argparse
@@ -86,8 +86,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.tasks = [task for task in args.tasks.split(",") if task]
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-    if args.files and not args.files.is_dir():
-        parser.error(f"--files {args.files} is no folder; name one that holds task files")
     return args
 
 
@@ -208,16 +206,16 @@ def spelling_item(value: dict[str, Any]) -> Item:
     return Item(question, last.rpartition("####")[2].strip(), same_number(last))
 
 
-def read_task(name: str, folder: Path | None, limit: int) -> list:
-    """The items of a task, or `limit` random ones; none if there is no file."""
+def read_task(name: str, folder: Path | None, limit: int = 0, part: str = "test") -> list:
+    """The items of a task, or `limit` random ones; none if there is no file. part: "test" or "train"."""
     task = TASKS[name]
     path = None
     if folder:
-        path = find_file(folder, name)
+        path = find_file(folder, name, part)
     elif task.repository:
         import hub
 
-        path = hub.fetch(task.repository, task.file)
+        path = hub.fetch(task.repository, task.file.replace("test", part))
     if path is None:
         return []
     if name == "spelling":
@@ -251,8 +249,8 @@ def read_items(path: Path, name: str) -> list:
 def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size: int) -> np.ndarray:
     """Whether each item is answered correctly, by the logits of the letters: bool (items,).
 
-    The letters are the choices of a CORE task whose rows share the whole prompt. A prompt that is
-    longer than the context loses its beginning. score: as score_core.scorer makes it.
+    The letters are the choices of a CORE task whose rows share the whole prompt. A prompt that is longer than the
+    context loses its beginning. score: as score_core.scorer makes it.
     """
     limit = model.config.max_seq_len
     letters = [tokenizer.encode(letter)[0] for letter in LETTERS]
@@ -271,7 +269,7 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
 
 
 def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
-    """Whether the most likely answer to each item is correct, bool (items,), and this rank's answers.
+    """Whether the likeliest answer to each item is correct, bool (items,), and this rank's answers.
 
     Questions that fill the context count as wrong.
     """
@@ -329,8 +327,8 @@ def isolation() -> tuple[str, ...]:
 def program(prompt: str, answer: str, test: str, entry: str) -> tuple[str, str]:
     """A program that checks an answer, and its last line if everything passes.
 
-    The answer's first code block, or all of it, is either the whole function, which then follows
-    the prompt's imports and helpers, or the body that continues the prompt.
+    The answer's first code block, or all of it, is either the whole function, which then follows the prompt's imports
+    and helpers, or the body that continues the prompt.
     """
     nonce = secrets.token_hex(16)
     block = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)

@@ -254,7 +254,7 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
     settings = settings_of("x", "--digits", "2", "--partial", "0.3")
-    task = rl.addition_task(settings, lambda question: True)
+    task = rl.addition_task(settings)
     item = rl.Item("", "132", chat_eval.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
                          ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
@@ -304,7 +304,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*new, "--samples", "1"], "--samples is '1': input should be greater than or equal to 2"),
         (rl.main, [*new, "--adam-lr", "0"], "--adam-lr is '0': input should be greater than 0"),
         (rl.main, [*new, "--task", "sums"], "input should be 'addition' or 'gsm8k'"),
-        (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "has no gsm8k file for training"),
+        (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "it needs gsm8k*train* and gsm8k*test*"),
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
         (rl.main, ["--resume", "--run-dir", source], "is no run of runs/rl.py"),

@@ -102,8 +102,8 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     script = import_script(run_dir)
     try:
         return load_model(script, Path(run_dir), step, device, changes)
-    except RuntimeError as error:  # torch's, if memory runs out
-        raise RunError(first_line(error)) from None
+    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
+        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
 
 
 def choose_device(name: str) -> torch.device:
@@ -116,9 +116,6 @@ def choose_device(name: str) -> torch.device:
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
-    if not script.checkpoints(run_dir):
-        wanted = "train it with --resume until it saves one (--save-every), or name another run"
-        raise RunError(f"{run_dir} has no checkpoint yet; {wanted}")
     if step is None:
         folder = newest_checkpoint(script, run_dir, needed)
     else:
@@ -134,11 +131,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     ranks = script.start_ranks()
     device = choose_device(device) if device else ranks.device
     model = script.GPT(config, device, script.choose_dtype(config, device))
-    try:
-        model.load_state_dict(state_dict)
-    except RuntimeError:
-        wrong = f"the weights in {folder} do not fit config.json"
-        raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
+    model.load_state_dict(state_dict)
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
