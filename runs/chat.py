@@ -70,29 +70,6 @@ import torch
 from lib import chat_format, engine
 
 
-def fit(backend, system: str, messages: list[dict]):
-    """backend.ask() of a conversation, whose oldest turns are dropped until it fits."""
-    backend.turns += 1  # so that a question asked again gets another sample
-    for first in range(0, len(messages), 2):
-        try:
-            asked = backend.ask(system, messages[first:])
-            break
-        except TooLong:
-            if first == len(messages) - 1:
-                raise
-    if first:
-        del messages[:first]  # only now, so that a message that is too long by itself drops nothing
-        size = f" of {backend.limit:,} tokens" if backend.limit else ""
-        say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
-    return asked
-
-
-def history(system: str, messages: list[dict]) -> list[dict]:
-    """A conversation in the OpenAI chat protocol."""
-    lead = [{"role": "system", "content": system}] if system else []
-    return lead + [{"role": m["role"], "content": m["content"]} for m in messages]
-
-
 class TooLong(RunError):
     """A conversation does not fit the context."""
 
@@ -111,10 +88,10 @@ class OwnModel:
         self.sampling = {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
         self.turns = 0
 
-    def ask(self, system: str, messages: list[dict]) -> list[int]:
+    def ask(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
-        ids = self.render(system, messages)
-        room = min(self.max_tokens, self.limit // 4) if len(messages) > 1 else 1
+        ids = self.render(messages)
+        room = min(self.max_tokens, self.limit // 4) if len(messages) > 2 else 1
         if len(ids) + room > self.limit + 1:
             raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
@@ -141,9 +118,8 @@ class Local(OwnModel):
         self.shown = {specials[name]: text.encode() for name, text in shown if name in specials}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
-    def render(self, system: str, messages: list[dict]) -> list[int]:
-        said = [("system", system)]
-        said += [(message["role"], message.get("ids") or message["content"]) for message in messages]
+    def render(self, messages: list[dict]) -> list[int]:
+        said = [(message["role"], message.get("ids", message["content"])) for message in messages]
         turns = chat_format.merge_turns(said)
         if self.chat:
             return chat_format.render(self.tokenizer, turns)
@@ -152,13 +128,13 @@ class Local(OwnModel):
             ids += self.tokenizer.encode(content) if isinstance(content, str) else content
         return ids
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
-        ids = fit(self, system, messages)
+    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
         completion = engine.Completion(ids, room, **options)
+        answer["ids"] = []
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             self.decoder.add_requests({0: completion})
@@ -195,15 +171,13 @@ class Pretrained(OwnModel):
         super().__init__(args, self.model.config.max_position_embeddings)
         self.model.to(device)
 
-    def render(self, system: str, messages: list[dict]) -> list[int]:
-        talk = history(system, messages)
-        return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+    def render(self, messages: list[dict]) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer. May drop the oldest messages. Raises: RunError"""
+    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer. Raises: RunError"""
         from transformers import TextStreamer
 
-        ids = fit(self, system, messages)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         room = min(self.max_tokens, self.limit + 1 - len(ids))
@@ -243,15 +217,10 @@ class Remote:
         self.client = openai.OpenAI(**options)
         self.args = args
         self.turns = 0
-        self.model = args.model or self.first_model()
-
-    def first_model(self) -> str:
-        """The first model that the server lists. Raises: RunError"""
-        with self.failures():
-            models = self.client.models.list().data
-        if not models:
-            raise RunError(f"{self.client.base_url} lists no model; name one with --model")
-        return models[0].id
+        self.model = args.model
+        if not self.model:
+            with self.failures():
+                self.model = self.client.models.list().data[0].id
 
     @contextlib.contextmanager
     def failures(self):
@@ -274,12 +243,12 @@ class Remote:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer as they come. May drop the oldest messages."""
+    def reply(self, stream, answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer as they come. Raises: RunError"""
         import openai
 
         reason = None
-        with self.failures(), fit(self, system, messages) as stream:
+        with self.failures(), stream:
             with contextlib.suppress(openai.APIConnectionError):  # a sentence for it is below
                 for event in stream:
                     for choice in event.choices:  # none in an event that counts tokens
@@ -288,9 +257,9 @@ class Remote:
         if not reason:
             raise RunError("the connection ended before the answer did")
 
-    def ask(self, system: str, messages: list[dict]):
+    def ask(self, messages: list[dict]):
         """The answer to a conversation, as a stream. Raises: RunError"""
-        fields = {"model": self.model, "messages": history(system, messages), "stream": True}
+        fields = {"model": self.model, "messages": messages, "stream": True}
         fields |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
             fields["max_tokens"] = self.args.max_tokens
@@ -318,10 +287,30 @@ class Chat:
         self.system = system
         self.messages = []
 
+    def history(self, messages: list[dict]) -> list[dict]:
+        """Messages behind the system text, if there is one."""
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+
+    def ask(self):
+        """backend.ask() of the conversation, whose oldest turns are dropped until it fits."""
+        self.backend.turns += 1  # so that a question asked again gets another sample
+        for first in range(0, len(self.messages), 2):
+            try:
+                asked = self.backend.ask(self.history(self.messages[first:]))
+                break
+            except TooLong:
+                if first == len(self.messages) - 1:
+                    raise
+        if first:
+            del self.messages[:first]  # only now, so that a message that is too long by itself drops nothing
+            size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
+            say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
+        return asked
+
     def turn(self, text: str) -> bool:
         """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
-        answer = {"role": "assistant", "content": "", "ids": []}
+        answer = {"role": "assistant", "content": ""}
         problem = None
 
         def show(piece: str) -> None:
@@ -330,7 +319,7 @@ class Chat:
 
         self.messages.append({"role": "user", "content": text})
         try:
-            self.backend.reply(self.system, self.messages, answer, show)
+            self.backend.reply(self.ask(), answer, show)
         except KeyboardInterrupt:
             problem = "(stopped)"
         except RunError as error:
@@ -372,13 +361,13 @@ class Chat:
         path = Path(name).expanduser()
         said = []
         for message in self.messages:
-            if message.get("ids"):
+            content = message["content"]
+            if "ids" in message:
                 content = chat_format.answer_content(self.backend.tokenizer, message["ids"])
-                message = message | {"content": content}
-            said.append(message)
+            said.append({"role": message["role"], "content": content})
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": history(self.system, said)}) + "\n")
+                file.write(json.dumps({"messages": self.history(said)}) + "\n")
             say(f"(saved {len(self.messages)} messages to {path})")
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")

@@ -436,7 +436,7 @@ def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
-    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1 for idle rows, of
+    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int (B,), -1 for idle rows, of
              which nothing changes; layer_weights as for prefill
     Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
     """
@@ -957,19 +957,13 @@ class RowState:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
-        integers = torch.zeros(num_rows, dtype=torch.long, device=device)
-        numbers = torch.zeros(num_rows, device=device)
-        self.tokens = integers.clone()  # the id that goes in next
-        self.previous = integers.clone()  # the id before it
-        self.sampled = integers.clone()  # the id that the last step sampled, or NOT_FINITE
-        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row is idle
-        self.top_k = integers.clone()
-        self.seeds = integers.clone()
-        self.temperature = numbers.clone()
-        self.top_p = numbers.clone()
-        self.min_p = numbers.clone()
-        self.presence = numbers.clone()
-        self.frequency = numbers.clone()
+        # The id that goes in next, the id before it, the position of the former (-1: the row is idle), and options.
+        self.integers = torch.zeros(5, num_rows, dtype=torch.long, device=device)
+        self.numbers = torch.zeros(5, num_rows, device=device)
+        self.tokens, self.previous, self.positions, self.top_k, self.seeds = self.integers
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency = self.numbers
+        self.positions.fill_(-1)
+        self.sampled = torch.zeros_like(self.tokens)  # the id that the last step sampled, or NOT_FINITE
         # (B, V): how often each id is in the answer of a row, and what is added to its logit.
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_rows, vocab_size, device=device)
@@ -990,13 +984,8 @@ class RowState:
 
         device = self.tokens.device
         rows = to_device(list(completions), device)
-        columns = [*to_device(np.array(integers, dtype=np.int64).T, device)]
-        columns += [*to_device(np.array(numbers, dtype=np.float32).T, device)]
-        names = ("tokens", "previous", "positions", "top_k", "seeds")
-        names += ("temperature", "top_p", "min_p", "presence", "frequency")
-        for name, column in zip(names, columns, strict=True):
-            tensor = getattr(self, name)
-            tensor[rows] = column.to(tensor.dtype)
+        self.integers[:, rows] = to_device(np.array(integers, dtype=np.int64).T, device)
+        self.numbers[:, rows] = to_device(np.array(numbers, dtype=np.float32).T, device)
         self.bias[rows] = 0
         self.forbidden[rows] = False
         for row, completion in completions.items():

@@ -6,6 +6,7 @@ of a sequence into text, and Answers into JSON. An APIError is what a client get
 
 import asyncio
 import codecs
+import itertools
 import json
 import random
 import time
@@ -32,19 +33,14 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str = "", code: str | None = None):
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict:
         kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        about = {"param": self.param or None, "code": self.code}
-        return {"error": {"message": str(self), "type": kind, **about}}
+        kind = kinds.get(status, "invalid_request_error")
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body, self.status, headers)
 
 
 # ---- from ids to what a client sees
@@ -264,29 +260,26 @@ class DetokenizeFields(BaseModel, strict=True):
 
 
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
-    """The fields of a request from its JSON. Raises: APIError, about the first that is wrong"""
+    """The fields of a request from its JSON. Raises: APIError, about the first that is wrong or not supported"""
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
         if isinstance(body, dict):  # null is as good as none
             body = {name: value for name, value in body.items() if value is not None}
-            check_supported(body)
-        return kind.model_validate(body)
+        fields = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     except ValueError as error:
         raise APIError(400, f"the request is not valid JSON ({error})") from None
+    else:
+        for name in body.keys() & (UNSUPPORTED | TOOLS):
+            value = body[name]
+            if value and value not in (UNSUPPORTED | TOOLS)[name]:
+                advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
+                raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
+        return fields
     where = ".".join(map(str, first["loc"]))
     found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
     raise APIError(400, f"{where or 'the request'}: {first['msg']}{found}", where)
-
-
-def check_supported(body: dict) -> None:
-    """Raises: APIError, about a field that would change the answer and that this server lacks"""
-    for name, value in body.items():
-        neutral = (UNSUPPORTED | TOOLS).get(name)
-        if neutral is not None and value and value not in neutral:
-            advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
-            raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
 
 
 def shorten(value: Any) -> str:
@@ -463,24 +456,19 @@ class Answers:
                 text = ""
                 await self.request.progress()
         except APIError as problem:
-            yield f"data: {json.dumps(problem.body())}\n\n"
+            yield f"data: {json.dumps(problem.body)}\n\n"
             return
         body = self.head | {"choices": [], "usage": self.usage()}
         usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
         yield f"{text}{usage}data: [DONE]\n\n"
 
     def chunks(self, sequence: Sequence) -> str:
-        """The events for what is new of a sequence; deltas of text in a row go together."""
+        """The events for what is new of a sequence; deltas of one part in a row go together."""
         reason = sequence.reason  # read first, as the model's thread sets it after the last delta
-        parts = []
-        while sequence.deltas:
-            part, text = sequence.deltas.popleft()
-            if parts and parts[-1][0] == part == "text":
-                text = parts.pop()[1] + text
-            parts.append((part, text))
-
+        deltas = [sequence.deltas.popleft() for _ in range(len(sequence.deltas))]
         events = []
-        for part, text in parts:
+        for part, group in itertools.groupby(deltas, key=lambda delta: delta[0]):
+            text = "".join(text for _, text in group)
             content = {"content": text} if self.chat else text
             if self.chat and part != "text":
                 content["part"] = part
