@@ -1,5 +1,6 @@
 """The server, through the official client and by hand: answers, streams, limits and failures."""
 
+import asyncio
 import contextlib
 import gc
 import http.client
@@ -522,6 +523,10 @@ def test_metrics(talker):
     assert value("decoderstack_rows") == 6 and value("decoderstack_answers_live") == 0
     httpx2.get(f"{talker.url}/{'x' * 50}")
     assert "xxx" not in httpx2.get(f"{talker.url}/metrics").text, "paths of strangers are no labels"
+    failed = value('decoderstack_requests_total{path="/v1/chat/completions",status="500"}')
+    with mock.patch.object(serve, "read_body", side_effect=ZeroDivisionError):
+        assert talker.post({}).json()["error"]["message"] == "the server failed; its log says how"
+    assert value('decoderstack_requests_total{path="/v1/chat/completions",status="500"}') == failed + 1
 
 
 def test_api_key_and_access_log(runs, capfd, monkeypatch):
@@ -695,9 +700,10 @@ def test_other_origins_are_refused(talker, runs):
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
     reply = httpx2.get(talker.url, headers={"Host": "evil.example"})
     assert reply.status_code == 403 and 'know "evil.example" of the Host header' in reply.json()["error"]["message"]
-    gate = serve.Gate(None, {"chat.example"}, [], None, set(), None)
-    headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
-    assert gate.check(headers, "/v1/models") is None, "behind a proxy that speaks TLS"
+    gate = serve.Gate(None, {"chat.example"}, [], "clé", set(), None)
+    headers = {"host": "chat.example", "origin": "https://chat.example", "authorization": "Bearer clé"}
+    sent = {name: value.encode().decode("latin-1") for name, value in headers.items()}  # as Starlette reads the bytes
+    assert gate.check(sent, "/v1/models") is None, "behind a proxy that speaks TLS, with a key beyond ASCII"
 
 
 @pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
@@ -804,6 +810,15 @@ def test_a_client_that_leaves(lonely, stream, place):
             assert before.result().json()["usage"]["completion_tokens"] <= 20 and not job.completion.tokens
         pool.shutdown()
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
+
+
+def test_nothing_is_written_for_a_client_that_left():
+    """Not even if its answer is whole by then: the JSON of all that a slow client has not read takes long."""
+    sequence = protocol.Sequence(0, engine.Completion([1]), None, reason="stop")
+    request = protocol.Request([sequence], None, None, gone=True, error=protocol.APIError(499, "the client left"))
+    request.news.set()
+    with pytest.raises(protocol.APIError, match="the client left"):
+        asyncio.run(request.progress())
 
 
 def test_failures_are_told_and_survived(talker, capfd):

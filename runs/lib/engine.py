@@ -8,7 +8,7 @@
 A Completion is one prompt, its options and its result. Generator.run puts completions into the rows of a Decoder;
 when one ends, the next takes its row. Decoder.add_requests prefills what the KV cache lacks of a prompt (PrefixCache
 knows what it has), and Decoder.step gives every running row one more token: decode computes logits, and sample picks
-a token from them. On CUDA a step is a graph over the tensors of RowState, and the next step is launched before the
+a token from them. On CUDA both are graphs over the tensors of RowState, and the next step is launched before the
 host reads the tokens of the last (PendingStep). prefill and decode are both GPT.trunk(attend), which computes
 everything but attention, with an `attend` that reads and writes the KVCache.
 
@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
+from lib.chat_format import CALL_TOKENS
 from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
@@ -452,9 +453,6 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weigh
 
 # ==== Requests
 
-# The special tokens around a tool call and around its result.
-TOOL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-
 
 class TokenLogprob(NamedTuple):
     """Log-probability of a token, at temperature 1 and before any cut or penalty."""
@@ -474,7 +472,7 @@ class Completion:
     top_p: float = 1.0
     stop: tuple = ()  # ids that end it; BOS always does
     seed: int = 0
-    tools: bool = False  # run the calculator, if the tokenizer has TOOL_TOKENS
+    tools: bool = False  # run the calculator, if the tokenizer has chat_format.CALL_TOKENS
     # These four need a Decoder with logits_processors=True.
     min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
@@ -665,7 +663,7 @@ class PendingStep(NamedTuple):
 class Decoder:
     """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
 
-    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute at the first step.
+    On CUDA a step is two graphs. `compile` also fuses their work, which costs half a minute at the first step.
     A Decoder is for one thread.
 
     With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are read, so that the
@@ -687,7 +685,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.num_rows = num_rows
         self.max_len = min(max_len or context, context)
-        tool_ids = [tokenizer.specials.get(name) for name in TOOL_TOKENS]
+        tool_ids = [tokenizer.specials.get(name) for name in CALL_TOKENS]
         self.tool_ids = [] if None in tool_ids else tool_ids
         self.overlap = cuda if overlap is None else overlap
         with torch.no_grad():
@@ -1216,7 +1214,7 @@ def decode_attention_kernel(
     row = tl.program_id(0)
     h = tl.program_id(1)
     d = tl.arange(0, WIDTH)
-    p = tl.load(positions + row)
+    p = tl.load(positions + row).to(tl.int32)
     slot = tl.maximum(p, 0) % S
     stride = H * WIDTH  # from slot to slot
     running = d < tl.where(p >= 0, WIDTH, 0)

@@ -155,7 +155,7 @@ class Request:
         """Waits for news, of however many steps. Raises: APIError"""
         await self.news.wait()
         self.news.clear()
-        if self.error and not self.done():
+        if self.error and (self.gone or not self.done()):
             raise self.error
 
     def done(self) -> bool:
