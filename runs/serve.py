@@ -451,7 +451,8 @@ class Server:
             else:
                 while not request.done():
                     await request.progress()
-                response = JSONResponse(answers.whole())
+                # In a thread, since the JSON of many logprobs takes seconds.
+                response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
             await response(scope, receive, send)
         finally:
             departure.cancel()

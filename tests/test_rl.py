@@ -20,7 +20,7 @@ import rl
 import sft
 import torch
 import train_small as ts
-from lib import engine
+from lib import chat_format, engine
 
 from conftest import ROOT, TINY, call, chat, entries, run_sft, write_jsonl
 from processes import python
@@ -293,7 +293,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert whole == part and [e["step"] for e in whole] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
     rl.engine.load_run(tmp_path / "part", device="cpu")
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert description["command"] == "rl" and description["starts"][0]["step"] == 0
+    assert chat_format.is_chat_run(tmp_path / "whole") and description["starts"][0]["step"] == 0
     assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6
     tool = (ROOT / "runs" / "rl.py").read_bytes()
     assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
