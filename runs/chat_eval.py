@@ -49,8 +49,6 @@ from lib.command import RunError, run_command, say
 
 @dataclass(frozen=True)
 class Task:
-    """How a task is read and scored."""
-
     repository: str  # on Hugging Face; "": there is none
     file: str
     columns: tuple[str, ...]

@@ -162,8 +162,6 @@ def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled answer behind its question."""
-
     tokens: list[int]  # the prompt, the answer, and the token that ended it
     sampled: list[bool]  # for each token but the first: whether the model sampled it, so can learn from it
     reward: float

@@ -119,8 +119,6 @@ PUBLIC = ("/health",)  # without a key
 
 
 class Metrics:
-    """Counters in Prometheus' format."""
-
     def __init__(self, worker: "Worker"):
         self.registry = prometheus.CollectorRegistry()
         own = {"namespace": "decoderstack", "registry": self.registry}
@@ -165,7 +163,6 @@ class Worker(threading.Thread):
         self.metrics = Metrics(self)
 
     def waiting(self) -> int:
-        """How many sequences wait for a row."""
         return sum(len(request.waiting) for request in list(self.queue))
 
     def submit(self, request: Request) -> None:
@@ -306,7 +303,6 @@ class Worker(threading.Thread):
         return wait
 
     def add_sequences(self, new: dict[int, Sequence]) -> None:
-        """Has the decoder compute what rows lack of their sequences."""
         num_cached = self.decoder.add_requests({row: sequence.completion for row, sequence in new.items()})
         for row, sequence in new.items():
             if sequence.num_cached is None:  # it is not one that was preempted
@@ -381,7 +377,6 @@ class Server:
         run = engine.load_run(run_dir, args.step, args.device)
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
-        self.chat = is_chat_run(run_dir)
         self.name = args.name or run_dir.resolve().name
         # Without a GPU a row costs time even while it is idle.
         rows = args.rows or (32 if run.model.embed.is_cuda else 8)
@@ -390,12 +385,12 @@ class Server:
         except (RuntimeError, MemoryError) as error:
             reason = first_line(error)
             raise RunError(f"{rows:,} rows do not fit into memory ({reason}); use fewer --rows") from None
-        self.limit = self.worker.decoder.max_len
-        most = rows + args.max_waiting
-        self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
+        limit = self.worker.decoder.max_len
+        chat = is_chat_run(run_dir)
+        self.protocol = Protocol(self.name, self.tokenizer, limit, chat, rows + args.max_waiting)
         self.compilers = ThreadPoolExecutor(COMPILERS)
         model = {"id": self.name, "object": "model", "owned_by": "local"}
-        model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
+        model |= {"created": int(time.time()), "max_model_len": limit, "chat": chat}
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -551,8 +546,6 @@ async def failure(http_request: HTTPRequest, error: Exception) -> Response:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, which ends the answers under way when it stops."""
-
     def __init__(self, config: uvicorn.Config, worker: Worker, drain: float):
         super().__init__(config)
         self.worker = worker
@@ -610,11 +603,11 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def start_page(host: str, port: int, api_key: str | None) -> subprocess.Popen:
-    """Starts the web page as a process of its own, which prints its address once it is ready."""
+def start_page(host: str, port: int, api_key: str | None) -> None:
+    """Starts the web page as a process of its own, which prints its address when it is ready, and ends with this one."""
     url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
     environment = {**os.environ, "OPENAI_API_KEY": api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
-    return subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
+    subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
 
 
 def main() -> int:
@@ -631,8 +624,8 @@ def main() -> int:
     except KeyboardInterrupt:
         os._exit(130)  # Python would abort while the worker is in the middle of a step
     host, port = listening.getsockname()[:2]
-    kind = "chat" if server.chat else "completions"
-    sizes = f"{server.worker.decoder.num_rows} rows, context {server.limit:,}, {kind}"
+    kind = "chat" if server.protocol.chat else "completions"
+    sizes = f"{server.worker.decoder.num_rows} rows, context {server.protocol.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         note = "note: everyone who can reach this address can use the model; set a key with --api-key"
         print(note, file=sys.stderr)
@@ -640,13 +633,9 @@ def main() -> int:
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
     print(f"{server.name}: {base_url(host, port)} ({sizes})", flush=True)
-    page = start_page(host, port, args.api_key) if args.page else None
-    try:
-        http.run(sockets=[listening])
-    finally:
-        if page:
-            page.terminate()
-            page.wait()
+    if args.page:
+        start_page(host, port, args.api_key)
+    http.run(sockets=[listening])
     server.worker.join(10)
     return 0
 

@@ -84,8 +84,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class Run:
-    """What load_run returns."""
-
     script: ModuleType  # of the run directory
     model: Any  # its GPT, on the device, in eval mode
     tokenizer: Any
@@ -122,8 +120,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
-            missing = f"no checkpoint of step {step} in {run_dir}/checkpoints"
-            raise RunError(f"{missing}; name another with --step, or leave it out")
+            raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
     state = script.check_checkpoint(folder, needed)
     state_dict = load_file(folder / "model.safetensors")
 
