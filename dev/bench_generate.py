@@ -111,7 +111,8 @@ def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.
     # The plain path, and where its tokens are the same.
     graphs = decoder = None  # frees their memory
     with without_kernels():
-        plain = engine.Decoder(model, tokenizer, len(prompts), graph=False)
+        plain = engine.Decoder(model, tokenizer, len(prompts))
+        plain.step_graphs = plain.prefill_graphs = None
         others = fill(plain, prompts, new, temperature=0.0)
         result["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
     fast, slow = (torch.tensor([c.tokens for c in batch]) for batch in (completions, others))

@@ -145,8 +145,7 @@ class Worker(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.model = model
         self.max_waiting = max_waiting
-        options = {"compile": compile, "logits_processors": True, "prefix_rows": max(2, rows // 4)}
-        self.decoder = engine.Decoder(model, tokenizer, rows, **options)
+        self.decoder = engine.Decoder(model, tokenizer, rows, compile=compile, prefix_rows=max(2, rows // 4))
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by row
         self.idle_rows = list(range(rows))  # the one unused for longest first
@@ -604,7 +603,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def start_page(host: str, port: int, api_key: str | None) -> None:
-    """Starts the web page as a process of its own, which prints its address when it is ready, and ends with this one."""
+    """Starts the web page as a process of its own, which prints its address once ready, and ends with this one."""
     url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
     environment = {**os.environ, "OPENAI_API_KEY": api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
     subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)

@@ -453,8 +453,8 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
         logprobs = [c.logprob for one in every for c in (*one.prompt_logprobs[1:], *one.token_logprobs)]
         return [(c.tokens, c.forced, c.reason) for c in every], logprobs, reused
 
-    plain = decoder_of(generator, 3, logits_processors=True, prefix_rows=2)
-    other = decoder_of(generator, 3, logits_processors=True, prefix_rows=2, overlap="overlap" in kind)
+    plain, other = (decoder_of(generator, 3, prefix_rows=2) for _ in range(2))
+    other.overlap = "overlap" in kind
     other.prefill_graphs = engine.Graphs() if kind == "graphs" else None
     (expected, logprobs, reused), (found, other_logprobs, other_reused) = talk(plain), talk(other, "stops" in kind)
     assert found == expected and other_logprobs == pytest.approx(logprobs, abs=1e-5)
@@ -583,8 +583,9 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
     samplings = [{}, {"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.9, "top_k": 0}, {"presence_penalty": 1.0}]
 
     def answers(graph) -> list[list[int]]:
-        decoder = engine.Decoder(model, generator.tokenizer, 4, 64, graph=graph, logits_processors=True)
+        decoder = engine.Decoder(model, generator.tokenizer, 4, 64)
         decoder.prefill_graphs = None  # a padded prefill rounds otherwise
+        decoder.step_graphs = decoder.step_graphs if graph else None
         completions = []
         for seed, options in enumerate(samplings):
             prompt = random_documents((3 + 5 * seed,), vocab=290)[0]

@@ -470,7 +470,6 @@ class Completion:
     stop: tuple = ()  # ids that end it; BOS always does
     seed: int = 0
     tools: bool = False  # run the calculator, if the tokenizer has chat_format.CALL_TOKENS
-    # These four need a Decoder with logits_processors=True.
     min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
@@ -502,7 +501,7 @@ class Completion:
             raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
 
     def has_processors(self) -> bool:
-        """Whether it needs a Decoder with logits_processors=True."""
+        """Whether its logits are changed before they are sampled from."""
         return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def num_sorted(self, vocab_size: int) -> int:
@@ -606,13 +605,11 @@ class Generator:
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
-        processors = any(c.has_processors() for c in completions)
         if decoder and decoder.num_rows == num_rows and decoder.max_len >= length:
-            if not processors or decoder.logits_processors:
-                decoder.reload_weights()
-                return decoder
+            decoder.reload_weights()
+            return decoder
         del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, num_rows, length, logits_processors=processors)
+        return Decoder(self.model, self.tokenizer, num_rows, length)
 
     def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
         """Continues lists of ids to their end; equal prompts get different noise."""
@@ -663,18 +660,16 @@ class Decoder:
     On CUDA a step is two graphs. `compile` also fuses their work, which costs half a minute at the first step.
     A Decoder is for one thread.
 
-    With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are read, so that the
+    With `overlap`, as on CUDA, the next step is launched before the tokens of the last are read, so that the
     device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
     into slots of its rings that the next token overwrites.
 
-    Args:  max_len: tokens of the longest sequence, by default the model's context; logits_processors: whether
-           completions may have penalties, logit_bias and min_p; prefix_rows: rows of the cache beside num_rows, for
-           prefixes that several prompts share
+    Args:  max_len: tokens of the longest sequence, by default the model's context; prefix_rows: rows of the cache
+           beside num_rows, for prefixes that several prompts share
     """
 
     def __init__(self, model, tokenizer, num_rows: int, max_len: int = 0, compile: bool = False,
-                 graph: bool = True, logits_processors: bool = False, prefix_rows: int = 0,
-                 overlap: bool | None = None):  # fmt: skip
+                 prefix_rows: int = 0):  # fmt: skip
         device = model.embed.device
         cuda = device.type == "cuda"
         context = model.config.max_seq_len
@@ -684,23 +679,22 @@ class Decoder:
         self.max_len = min(max_len or context, context)
         tool_ids = [tokenizer.specials.get(name) for name in CALL_TOKENS]
         self.tool_ids = [] if None in tool_ids else tool_ids
-        self.overlap = cuda if overlap is None else overlap
+        self.overlap = cuda
         with torch.no_grad():
             self.layer_weights = model.layer_weights()
 
         self.cache = KVCache.empty(model, num_rows + prefix_rows, self.max_len)
         self.decode_cache = self.cache.first_rows(num_rows)
         self.prefix_cache = PrefixCache(num_rows, prefix_rows)
-        self.logits_processors = logits_processors
-        self.state = RowState(num_rows, tokenizer.vocab_size if logits_processors else 0, device)
+        self.state = RowState(num_rows, tokenizer.vocab_size, device)
         self.running: dict[int, Completion] = {}  # by row; the other rows are idle
         self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
         self.pending: PendingStep | None = None
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
-        self.step_graphs = Graphs() if graph and cuda else None  # "logits", and of sample_step by StepKind
-        self.prefill_graphs = Graphs() if graph and cuda else None  # by PrefillBucket
+        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by StepKind
+        self.prefill_graphs = Graphs() if cuda else None  # by PrefillBucket
         # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
         self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
 
@@ -946,10 +940,7 @@ def step_kind(completions, vocab_size: int) -> StepKind:
 
 
 class RowState:
-    """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses.
-
-    Without logits processors V is 0 here.
-    """
+    """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         # The id that goes in next, the id before it, the position of the former (-1: the row is idle), and options.
