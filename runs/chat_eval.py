@@ -362,19 +362,8 @@ def run_program(text: str, nonce: str) -> bool:
 # ==== the command
 
 
-def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
-    """The items of a task, or the reason why it is left out. Raises: RunError if --tasks names it"""
-    if name == "humaneval" and not args.run_code:
-        return [], "it executes programs of the model; allow that with --run-code"
-    items = read_task(name, args.files, args.limit)
-    reason = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; give it with --files"
-    if not items and name in args.tasks:
-        raise RunError(f"{name} cannot be scored: {reason}")
-    return items, reason
-
-
 def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
-    """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples."""
+    """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples. Raises: RunError"""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, num_rows=128 if cuda else 32)
     score = score_core.scorer(run.model, compile=cuda and run.config.compile)
@@ -382,9 +371,15 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
     for name, task in TASKS.items():
         if args.tasks and name not in args.tasks:
             continue
-        items, reason = find_items(name, args)
+        if name == "humaneval" and not args.run_code:
+            say(f"{name:34} left out: it executes programs of the model; allow that with --run-code")
+            continue
+        items = read_task(name, args.files, args.limit)
         if not items:
-            say(f"{name:34} left out: {reason}")
+            where = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; use --files"
+            if args.tasks:
+                raise RunError(f"{name} cannot be scored: {where}")
+            say(f"{name:34} left out: {where}")
             continue
         if task.new_tokens:
             right, answers = score_texts(generator, items, name, ranks)

@@ -252,7 +252,6 @@ class Learner:
     tokenizer: Any
     state: Any = None  # the script's TrainState, once the run has begun
     generator: Any = None
-    weights: torch.Tensor | None = None  # of the targets of a step: advantages
 
     def loader(self, run):
         self.state = run.state
@@ -288,7 +287,7 @@ class Learner:
         ]
         sampled, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
         inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
-        batch, self.weights = pack_rollouts(self.script, *inputs)
+        batch, batch.weights = pack_rollouts(self.script, *inputs)
         batch.total_tokens = int(sampled)
         count = settings.prompts * settings.samples
         batch.notes = {
@@ -314,7 +313,7 @@ class Learner:
         state.step += 1
         if not batch.notes["useful"]:
             return torch.zeros((), device=state.ranks.device)
-        nats = backward(state, batch, self.weights, batch.total_tokens)
+        nats = backward(state, batch, batch.weights, batch.total_tokens)
         lr_mult = self.script.lr_multiplier(state.config, step)
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):

@@ -78,8 +78,8 @@ def check(run: engine.Run) -> dict:
 def decoding_error(model, tokenizer) -> float:
     """Root mean square difference of the logits of decode and forward, relative to their spread.
 
-    A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row that then holds the
-    first, and the others are decoded one by one. NaN if any logit is not finite.
+    A third of CHECKED_TOKENS random ids is prefilled into an empty row, then another third behind it, and the others
+    are decoded one by one. NaN if any logit is not finite.
     """
     device = model.embed.device
     vocab_size = tokenizer.vocab_size

@@ -253,8 +253,7 @@ class Worker(threading.Thread):
     def preempt(self) -> None:
         """Makes a row idle for each request that has none, as long as another request has two or more.
 
-        The row is one of the request with the most, and of its answers the one with the fewest tokens. That answer
-        keeps them, and is the next of its request to get a row again.
+        Of the request with the most rows it is the answer with the fewest tokens that waits, keeps them, and goes on.
         """
         waiting = [request for request in self.queue if not request.num_running]
         for _ in range(len(waiting) - len(self.idle_rows)):
@@ -272,8 +271,7 @@ class Worker(threading.Thread):
         """Chooses rows for waiting sequences.
 
         The request with the fewest rows is next, and of these the one that came first. A sequence gets the row that
-        holds the longest prefix of it, or else the one that has been unused for longest. The ids to compute in one
-        round are bounded, since all other rows wait for them.
+        holds its longest prefix, or the one that has been unused for longest. What one round computes is bounded.
         """
         new = {}
         if not self.idle_rows or not self.queue or self.holds_back():
