@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,14 +26,6 @@ from lib.calculator import calculate
 @pytest.fixture
 def run_dir(bpe, tmp_path):  # noqa: F811
     return write_run(tmp_path / "run", bpe)
-
-
-def test_load_run(run_dir):
-    """The parts belong together, and the script is the one that lies in the run directory."""
-    run = engine.load_run(run_dir, device="cpu")
-    assert run.script.__file__ == str(run_dir / "train_small.py") and run.script is not ts
-    assert type(run.model) is run.script.GPT and run.config.vocab_size == run.tokenizer.vocab_size == 900
-    assert engine.load_run(run_dir, 7, "cpu", attention="sdpa").config.attention == "sdpa"
 
 
 def test_another_interface_is_refused(run_dir):

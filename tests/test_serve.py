@@ -107,7 +107,7 @@ def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
     generator = engine.Generator(running.worker.model, running.server.tokenizer)
     rows = generator.complete(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
-    return ["".join(read(make_reader(running), c.tokens)[0]) for c in rows]
+    return ["".join(read(protocol.Detokenizer(running.server.tokenizer), c.tokens)[0]) for c in rows]
 
 
 def rendered(running, messages) -> list[int]:
@@ -529,10 +529,6 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
 
 
 # ---- text
-
-
-def make_reader(running, stops=()):
-    return protocol.Detokenizer(running.server.tokenizer, tuple(stops))
 
 
 def read(reader, ids) -> tuple[list[str], bool]:

@@ -944,8 +944,9 @@ class RowState:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         # The id that goes in next, the id before it, the position of the former (-1: the row is idle), and options.
-        self.integers = torch.zeros(5, num_rows, dtype=torch.long, device=device)
-        self.numbers = torch.zeros(5, num_rows, device=device)
+        padded = -(-num_rows // 4) * 4  # so that each begins at a multiple of 16 bytes, else compiled code copies it
+        self.integers = torch.zeros(5, padded, dtype=torch.long, device=device)[:, :num_rows]
+        self.numbers = torch.zeros(5, padded, device=device)[:, :num_rows]
         self.tokens, self.previous, self.positions, self.top_k, self.seeds = self.integers
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency = self.numbers
         self.positions.fill_(-1)
