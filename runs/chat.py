@@ -15,7 +15,6 @@ get a complete answer.
 
 import argparse
 import atexit
-import codecs
 import contextlib
 import json
 import os
@@ -114,9 +113,7 @@ class Local(OwnModel):
         self.chat = chat_format.is_chat_run(run_dir)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        shown = chat_format.CALL_TOKENS.items()
-        self.shown = {specials[name]: text.encode() for name, text in shown if name in specials}
-        self.stops = tuple(i for i in specials.values() if i not in self.shown)
+        self.stops = tuple(specials[name] for name in specials.keys() - chat_format.CALL_TOKENS.keys())
 
     def render(self, messages: list[dict]) -> list[int]:
         said = [(message["role"], message.get("ids", message["content"])) for message in messages]
@@ -135,21 +132,22 @@ class Local(OwnModel):
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
         completion = engine.Completion(ids, room, **options)
         answer["ids"] = []
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        detokenizer = chat_format.Detokenizer(self.tokenizer)
         try:
             self.decoder.add_requests({0: completion})
             while not completion.reason:
                 (event,) = self.decoder.step()
                 if event.token is not None:
                     answer["ids"].append(event.token)
-                    own_bytes = self.tokenizer.bytes[event.token]
-                    show(text.decode(self.shown.get(event.token, own_bytes)))
+                    for _, text in detokenizer.add(event.token, completion.forced[-1]):
+                        show(text)
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.free(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
-        show(text.decode(b"", final=True))
+        for _, text in detokenizer.finish():
+            show(text)
 
 
 class Pretrained(OwnModel):

@@ -581,15 +581,12 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         server.app,
-        loop="asyncio",
-        http="httptools",
         ws="none",
         lifespan="off",
         backlog=BACKLOG,
         limit_concurrency=MAX_CONNECTIONS,
         log_level="info" if args.access_log else "error",
         access_log=args.access_log,
-        server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(args.drain) + 2,
     )
