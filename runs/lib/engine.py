@@ -581,8 +581,6 @@ class Generator:
         decoder = self.take_decoder(completions)
         waiting = completions[::-1]  # the first at the end
         try:
-            for completion in completions:
-                completion.check(decoder.max_len)
             while waiting or decoder.running:
                 # A prefill holds the other rows up, so several requests join together.
                 idle = [row for row in range(decoder.num_rows) if row not in decoder.running]
