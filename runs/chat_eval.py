@@ -389,8 +389,10 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
         yield name, right, task.guessing
 
 
-def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
+def evaluate(args: argparse.Namespace) -> dict:
     """Scores the tasks and writes the files. Returns what is printed last."""
+    run = engine.load_run(args.run_dir, args.step)
+    ranks = run.script.start_ranks()
     check_chat_tokens(run.tokenizer, args.run_dir)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
@@ -404,17 +406,12 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
     result = {"chatcore": total.centered, "tasks": {row.task: row.accuracy for row in table}}
-    return result | {"chat_eval_seconds": total.seconds}
+    return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    def work() -> dict:
-        run = engine.load_run(args.run_dir, args.step)
-        return evaluate(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
-
-    return run_command(work)
+    return run_command(lambda: evaluate(args))
 
 
 if __name__ == "__main__":

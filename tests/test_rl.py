@@ -107,7 +107,7 @@ def test_what_it_starts_with(setup, source):
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
     assert not now.fp8 and not now.fp8_head, "answers are sampled by bf16 products"
     assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
-    trained = engine.load_model(script, source, None, "cpu", {}).model.state_dict()
+    trained = engine.load_run(source, device="cpu").model.state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 

@@ -98,22 +98,8 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
             script's Config that may differ between machines, such as dtype; None changes nothing
     Raises: RunError if the run, the step or the device is missing
     """
+    run_dir = Path(run_dir)
     script = import_script(run_dir)
-    try:
-        return load_model(script, Path(run_dir), step, device, changes)
-    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
-        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of a name. Raises: RunError if this machine or this PyTorch lacks it"""
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise RunError(f"--device {name} does not work here ({first_line(error)}); leave it out") from None
-
-
-def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
     if step is None:
         folder = newest_checkpoint(script, run_dir, needed)
@@ -122,17 +108,27 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
         if folder not in script.checkpoints(run_dir):
             raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
     state = script.check_checkpoint(folder, needed)
-    state_dict = load_file(folder / "model.safetensors")
 
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
     ranks = script.start_ranks()
     device = choose_device(device) if device else ranks.device
-    model = script.GPT(config, device, script.choose_dtype(config, device))
-    model.load_state_dict(state_dict)
+    try:
+        model = script.GPT(config, device, script.choose_dtype(config, device))
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
+        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name. Raises: RunError if this machine or this PyTorch lacks it"""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"--device {name} does not work here ({first_line(error)}); leave it out") from None
 
 
 # ==== KV cache
@@ -975,19 +971,12 @@ class RowState:
         self.forbidden[rows] = False
         for row, completion in completions.items():
             if completion.has_processors():
-                self.set_processors(row, completion)
-
-    def set_processors(self, row: int, completion: Completion) -> None:
-        """Sets the bias of a row, and the counts to those of its answer so far.
-
-        A step counts the id that goes in, the last of the sequence first, so that one is left out here.
-        """
-        for token, bias in completion.logit_bias.items():
-            self.bias[row, token] = bias
-        answer = torch.tensor(completion.tokens, dtype=torch.long)
-        counts = answer.bincount(minlength=self.counts.size(1))
-        counts[completion.last_token()] -= 1
-        self.counts[row] = to_device(counts, self.counts.device)
+                for token, bias in completion.logit_bias.items():
+                    self.bias[row, token] = bias
+                answer = torch.tensor(completion.tokens, dtype=torch.long)
+                counts = answer.bincount(minlength=self.counts.size(1))
+                counts[completion.last_token()] -= 1  # the next step counts this one
+                self.counts[row] = to_device(counts, device)
 
     def set_masks(self, completions: dict[int, Completion]) -> None:
         """Sets which ids may not come next, in the rows that have a mask."""
