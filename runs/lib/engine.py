@@ -401,17 +401,17 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
     return model.trunk(inputs.tokens, inputs.previous, inputs.positions, attend, layer_weights)
 
 
-def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None) -> Tensor:
+def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None, run=run_prefill) -> Tensor:
     """Extends rows of the cache to the given sequences, all in one packed pass through the model.
 
     Args:    rows[i] the row of sequences[i], a list of ids; num_cached[i] how many of them the row already holds,
-             fewer than all; layer_weights what model.layer_weights() gave, to save its time
+             fewer than all; layer_weights what model.layer_weights() gave, to save its time; run may be compiled
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
     inputs = prefill_inputs(model, cache, rows, num_cached, sequences)
     max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]
     on_device = inputs.views(to_device(inputs.flat(), model.embed.device))
-    return run_prefill(model, cache, on_device, max_lengths, layer_weights)
+    return run(model, cache, on_device, max_lengths, layer_weights)
 
 
 def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
@@ -685,6 +685,7 @@ class Decoder:
         self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
         self.pending: PendingStep | None = None
 
+        self.run_prefill = torch.compile(run_prefill, dynamic=True) if compile else run_prefill
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
         self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by StepKind
@@ -757,7 +758,8 @@ class Decoder:
         """As the function prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
         bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
         if self.prefill_graphs is None or bucket is None:
-            return prefill(self.model, self.cache, rows, num_cached, sequences, self.layer_weights)
+            inputs = (rows, num_cached, sequences, self.layer_weights)
+            return prefill(self.model, self.cache, *inputs, run=self.run_prefill)
         inputs = prefill_inputs(self.model, self.cache, rows, num_cached, sequences, bucket)
         if bucket not in self.graph_inputs:
             flat = torch.empty_like(inputs.flat(), device=self.model.embed.device)
@@ -766,7 +768,7 @@ class Decoder:
         flat.copy_(inputs.flat(), non_blocking=True)
         max_lengths = [bucket.new + bucket.old] * 2
         work = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
-        return self.prefill_graphs.run(bucket, run_prefill, *work)
+        return self.prefill_graphs.run(bucket, self.run_prefill, *work)
 
     def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
         """Sets the logprob of each id of a prompt, given the hidden state before it."""
