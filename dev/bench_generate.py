@@ -101,18 +101,18 @@ def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.
     # The same steps without the host, and steps that sample.
     if decoder.step_graphs is not None:
         fill(decoder, prompts, new, temperature=0.0)
-        graph, _ = decoder.step_graphs.recorded[engine.GREEDY, False]
-        result["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
+        graphs = [graph for graph, _ in decoder.step_graphs.recorded.values()]  # of logits, then of greedy ids
+        result["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for graph in graphs * new]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
     result["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
     result["memory_gib"] = ts.peak_memory_gib(ranks.device)
 
     # The plain path, and where its tokens are the same.
-    graph = None
-    decoder = None  # frees its memory
+    graphs = decoder = None  # frees their memory
     with without_kernels():
-        plain = engine.Decoder(model, tokenizer, len(prompts), graph=False)
+        plain = engine.Decoder(model, tokenizer, len(prompts))
+        plain.step_graphs = plain.prefill_graphs = None
         others = fill(plain, prompts, new, temperature=0.0)
         result["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
     fast, slow = (torch.tensor([c.tokens for c in batch]) for batch in (completions, others))

@@ -5,19 +5,16 @@
     python runs/chat.py out/RUN_HF              (of runs/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
-Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash continues on
-the next one. The lines of a terminal are kept in ~/.local/state/decoderstack/chat_history. With a
-run directory, the KV cache is kept between turns, so a turn computes only its own tokens. When the
-context is full, the oldest turns are dropped and a note says so. A model that was not finetuned for
-chat continues the text instead.
-
-The exit code is 1 if a question from --prompt or a pipe did not get a complete answer.
+Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends an answer or empties
+the line, Ctrl-D ends the chat. A line that ends with a backslash continues on the next one. The lines of a terminal are
+kept in ~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between turns, so a turn
+computes only its own tokens. When the context is full, the oldest turns are dropped and a note says so. A model that
+was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or a pipe did not
+get a complete answer.
 """
 
 import argparse
 import atexit
-import codecs
 import contextlib
 import json
 import os
@@ -25,7 +22,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from lib.command import RunError, first_line, run_command
 from lib.command import print_note as say  # stdout holds nothing but the answers
@@ -44,9 +40,10 @@ HISTORY_LINES = 1000
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    model = parser.add_mutually_exclusive_group(required=True).add_argument
+    model("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
+    model("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
     add("--model", help="name of the model on the server (default: the first one)")
     add("--prompt", help="answer this message and end")
     add("--system", default="", help="instructions ahead of the conversation")
@@ -58,8 +55,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
-    if (args.run_dir is None) == (args.endpoint is None):
-        parser.error("name either a run directory or --endpoint URL")
     if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
         parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
     if args.prompt is not None and not args.prompt.strip():
@@ -72,29 +67,6 @@ if __name__ == "__main__":
 
 import torch
 from lib import chat_format, engine
-
-
-def fit(backend, system: str, messages: list[dict]):
-    """backend.ask() of a conversation, whose oldest turns are dropped until it fits."""
-    backend.turns += 1  # so that a question asked again gets another sample
-    for first in range(0, len(messages), 2):
-        try:
-            asked = backend.ask(system, messages[first:])
-            break
-        except TooLong:
-            if first == len(messages) - 1:
-                raise
-    if first:
-        del messages[:first]  # only now, so that a message that is too long by itself drops nothing
-        size = f" of {backend.limit:,} tokens" if backend.limit else ""
-        say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
-    return asked
-
-
-def history(system: str, messages: list[dict]) -> list[dict]:
-    """A conversation in the OpenAI chat protocol."""
-    lead = [{"role": "system", "content": system}] if system else []
-    return lead + [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 class TooLong(RunError):
@@ -115,10 +87,10 @@ class OwnModel:
         self.sampling = {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
         self.turns = 0
 
-    def ask(self, system: str, messages: list[dict]) -> list[int]:
+    def ask(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
-        ids = self.render(system, messages)
-        room = min(self.max_tokens, self.limit // 4) if len(messages) > 1 else 1
+        ids = self.render(messages)
+        room = min(self.max_tokens, self.limit // 4) if len(messages) > 2 else 1
         if len(ids) + room > self.limit + 1:
             raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
@@ -138,16 +110,13 @@ class Local(OwnModel):
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
-        self.chat = chat_format.is_chat_run(run_dir) and set(chat_format.TURN_TOKENS) <= set(specials)
+        self.chat = chat_format.is_chat_run(run_dir)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        shown = chat_format.CALL_TOKENS.items()
-        self.shown = {specials[name]: text.encode() for name, text in shown if name in specials}
-        self.stops = tuple(i for i in specials.values() if i not in self.shown)
+        self.stops = tuple(specials[name] for name in specials.keys() - chat_format.CALL_TOKENS.keys())
 
-    def render(self, system: str, messages: list[dict]) -> list[int]:
-        said = [("system", system)]
-        said += [(message["role"], message.get("ids") or message["content"]) for message in messages]
+    def render(self, messages: list[dict]) -> list[int]:
+        said = [(message["role"], message.get("ids", message["content"])) for message in messages]
         turns = chat_format.merge_turns(said)
         if self.chat:
             return chat_format.render(self.tokenizer, turns)
@@ -156,36 +125,35 @@ class Local(OwnModel):
             ids += self.tokenizer.encode(content) if isinstance(content, str) else content
         return ids
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
-        ids = fit(self, system, messages)
+    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
         completion = engine.Completion(ids, room, **options)
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        answer["ids"] = []
+        detokenizer = chat_format.Detokenizer(self.tokenizer)
         try:
             self.decoder.add_requests({0: completion})
             while not completion.reason:
                 (event,) = self.decoder.step()
                 if event.token is not None:
                     answer["ids"].append(event.token)
-                    own_bytes = self.tokenizer.bytes[event.token]
-                    show(text.decode(self.shown.get(event.token, own_bytes)))
+                    for _, text in detokenizer.add(event.token, completion.forced[-1]):
+                        show(text)
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.free(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
-        show(text.decode(b"", final=True))
+        for _, text in detokenizer.finish():
+            show(text)
 
 
 class Pretrained(OwnModel):
     """A folder that save_pretrained of transformers wrote, with a chat template."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
-        if args.step is not None:
-            raise RunError(f"{folder} is one model without checkpoints but --step is {args.step}; leave it out")
         device = engine.choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -201,15 +169,13 @@ class Pretrained(OwnModel):
         super().__init__(args, self.model.config.max_position_embeddings)
         self.model.to(device)
 
-    def render(self, system: str, messages: list[dict]) -> list[int]:
-        talk = history(system, messages)
-        return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+    def render(self, messages: list[dict]) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer. May drop the oldest messages. Raises: RunError"""
+    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer. Raises: RunError"""
         from transformers import TextStreamer
 
-        ids = fit(self, system, messages)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         room = min(self.max_tokens, self.limit + 1 - len(ids))
@@ -241,12 +207,6 @@ class Remote:
     limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
-        try:
-            good = url.startswith(("http://", "https://")) and urlsplit(url).port != 0
-        except ValueError:  # of the port
-            good = False
-        if not good:
-            raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
         import openai
 
         base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
@@ -255,15 +215,10 @@ class Remote:
         self.client = openai.OpenAI(**options)
         self.args = args
         self.turns = 0
-        self.model = args.model or self.first_model()
-
-    def first_model(self) -> str:
-        """The first model that the server lists. Raises: RunError"""
-        with self.failures():
-            models = self.client.models.list().data
-        if not models:
-            raise RunError(f"{self.client.base_url} lists no model; name one with --model")
-        return models[0].id
+        self.model = args.model
+        if not self.model:
+            with self.failures():
+                self.model = self.client.models.list().data[0].id
 
     @contextlib.contextmanager
     def failures(self):
@@ -286,12 +241,12 @@ class Remote:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
 
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer as they come. May drop the oldest messages."""
+    def reply(self, stream, answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer as they come. Raises: RunError"""
         import openai
 
         reason = None
-        with self.failures(), fit(self, system, messages) as stream:
+        with self.failures(), stream:
             with contextlib.suppress(openai.APIConnectionError):  # a sentence for it is below
                 for event in stream:
                     for choice in event.choices:  # none in an event that counts tokens
@@ -300,9 +255,9 @@ class Remote:
         if not reason:
             raise RunError("the connection ended before the answer did")
 
-    def ask(self, system: str, messages: list[dict]):
+    def ask(self, messages: list[dict]):
         """The answer to a conversation, as a stream. Raises: RunError"""
-        fields = {"model": self.model, "messages": history(system, messages), "stream": True}
+        fields = {"model": self.model, "messages": messages, "stream": True}
         fields |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
             fields["max_tokens"] = self.args.max_tokens
@@ -323,23 +278,37 @@ def printable(text: str) -> str:
 
 
 class Chat:
-    """History and commands.
-
-    A message is {"role", "content"}; an answer of a local model also has "ids".
-    """
+    """History and commands. A message is {"role", "content"}; an answer of a run's model also has "ids"."""
 
     def __init__(self, backend: Local | Pretrained | Remote, system: str = ""):
         self.backend = backend
         self.system = system
         self.messages = []
 
-    def turn(self, text: str) -> bool:
-        """Sends a message and prints the answer as it comes.
+    def history(self, messages: list[dict]) -> list[dict]:
+        """Messages behind the system text, if there is one."""
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
-        Returns False if something went wrong. A message without any answer is removed.
-        """
+    def ask(self):
+        """backend.ask() of the conversation, whose oldest turns are dropped until it fits."""
+        self.backend.turns += 1  # so that a question asked again gets another sample
+        for first in range(0, len(self.messages), 2):
+            try:
+                asked = self.backend.ask(self.history(self.messages[first:]))
+                break
+            except TooLong:
+                if first == len(self.messages) - 1:
+                    raise
+        if first:
+            del self.messages[:first]  # only now, so that a message that is too long by itself drops nothing
+            size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
+            say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
+        return asked
+
+    def turn(self, text: str) -> bool:
+        """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
-        answer = {"role": "assistant", "content": "", "ids": []}
+        answer = {"role": "assistant", "content": ""}
         problem = None
 
         def show(piece: str) -> None:
@@ -348,7 +317,7 @@ class Chat:
 
         self.messages.append({"role": "user", "content": text})
         try:
-            self.backend.reply(self.system, self.messages, answer, show)
+            self.backend.reply(self.ask(), answer, show)
         except KeyboardInterrupt:
             problem = "(stopped)"
         except RunError as error:
@@ -384,22 +353,19 @@ class Chat:
 
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
-        if not name:
-            say("/save needs a file name")
-            return
-        if not self.messages:
-            say("there is nothing to save yet")
+        if not name or not self.messages:
+            say("/save needs a file name, and something that was said")
             return
         path = Path(name).expanduser()
         said = []
         for message in self.messages:
-            if message.get("ids"):
+            content = message["content"]
+            if "ids" in message:
                 content = chat_format.answer_content(self.backend.tokenizer, message["ids"])
-                message = message | {"content": content}
-            said.append(message)
+            said.append({"role": message["role"], "content": content})
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": history(self.system, said)}) + "\n")
+                file.write(json.dumps({"messages": self.history(said)}) + "\n")
             say(f"(saved {len(self.messages)} messages to {path})")
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")

@@ -18,10 +18,10 @@ FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, 
 .jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
 name with "test" goes before one with "val"; names with "train" or "dev" are never used.
 
---run-code executes programs that the model wrote, each in an empty folder with limits on time,
-memory and file size, and without network where Linux namespaces are allowed. This is no security
-boundary: a program can read, change and delete every file that you can, so use a container or
-another user. This tool also executes the training script that lies in the run directory.
+--run-code executes programs that the model wrote, each in an empty folder with limits on time, memory and file size,
+and without network where Linux namespaces are allowed. This is no security boundary: a program can read, change and
+delete every file that you can, so use a container or another user. This tool also executes the training script that
+lies in the run directory.
 """
 
 import argparse
@@ -49,8 +49,6 @@ from lib.command import RunError, run_command, say
 
 @dataclass(frozen=True)
 class Task:
-    """How a task is read and scored."""
-
     repository: str  # on Hugging Face; "": there is none
     file: str
     columns: tuple[str, ...]
@@ -86,8 +84,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.tasks = [task for task in args.tasks.split(",") if task]
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-    if args.files and not args.files.is_dir():
-        parser.error(f"--files {args.files} is no folder; name one that holds task files")
     return args
 
 
@@ -208,16 +204,16 @@ def spelling_item(value: dict[str, Any]) -> Item:
     return Item(question, last.rpartition("####")[2].strip(), same_number(last))
 
 
-def read_task(name: str, folder: Path | None, limit: int) -> list:
-    """The items of a task, or `limit` random ones; none if there is no file."""
+def read_task(name: str, folder: Path | None, limit: int = 0, part: str = "test") -> list:
+    """The items of a task, or `limit` random ones; none if there is no file. part: "test" or "train"."""
     task = TASKS[name]
     path = None
     if folder:
-        path = find_file(folder, name)
+        path = find_file(folder, name, part)
     elif task.repository:
         import hub
 
-        path = hub.fetch(task.repository, task.file)
+        path = hub.fetch(task.repository, task.file.replace("test", part))
     if path is None:
         return []
     if name == "spelling":
@@ -251,8 +247,8 @@ def read_items(path: Path, name: str) -> list:
 def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size: int) -> np.ndarray:
     """Whether each item is answered correctly, by the logits of the letters: bool (items,).
 
-    The letters are the choices of a CORE task whose rows share the whole prompt. A prompt that is
-    longer than the context loses its beginning. score: as score_core.scorer makes it.
+    The letters are the choices of a CORE task whose rows share the whole prompt. A prompt that is longer than the
+    context loses its beginning. score: as score_core.scorer makes it.
     """
     limit = model.config.max_seq_len
     letters = [tokenizer.encode(letter)[0] for letter in LETTERS]
@@ -271,7 +267,7 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
 
 
 def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
-    """Whether the most likely answer to each item is correct, bool (items,), and this rank's answers.
+    """Whether the likeliest answer to each item is correct, bool (items,), and this rank's answers.
 
     Questions that fill the context count as wrong.
     """
@@ -329,8 +325,8 @@ def isolation() -> tuple[str, ...]:
 def program(prompt: str, answer: str, test: str, entry: str) -> tuple[str, str]:
     """A program that checks an answer, and its last line if everything passes.
 
-    The answer's first code block, or all of it, is either the whole function, which then follows
-    the prompt's imports and helpers, or the body that continues the prompt.
+    The answer's first code block, or all of it, is either the whole function, which then follows the prompt's imports
+    and helpers, or the body that continues the prompt.
     """
     nonce = secrets.token_hex(16)
     block = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
@@ -366,19 +362,8 @@ def run_program(text: str, nonce: str) -> bool:
 # ==== the command
 
 
-def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
-    """The items of a task, or the reason why it is left out. Raises: RunError if --tasks names it"""
-    if name == "humaneval" and not args.run_code:
-        return [], "it executes programs of the model; allow that with --run-code"
-    items = read_task(name, args.files, args.limit)
-    reason = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; give it with --files"
-    if not items and name in args.tasks:
-        raise RunError(f"{name} cannot be scored: {reason}")
-    return items, reason
-
-
 def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
-    """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples."""
+    """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples. Raises: RunError"""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, num_rows=128 if cuda else 32)
     score = score_core.scorer(run.model, compile=cuda and run.config.compile)
@@ -386,9 +371,15 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
     for name, task in TASKS.items():
         if args.tasks and name not in args.tasks:
             continue
-        items, reason = find_items(name, args)
+        if name == "humaneval" and not args.run_code:
+            say(f"{name:34} left out: it executes programs of the model; allow that with --run-code")
+            continue
+        items = read_task(name, args.files, args.limit)
         if not items:
-            say(f"{name:34} left out: {reason}")
+            where = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; use --files"
+            if args.tasks:
+                raise RunError(f"{name} cannot be scored: {where}")
+            say(f"{name:34} left out: {where}")
             continue
         if task.new_tokens:
             right, answers = score_texts(generator, items, name, ranks)
@@ -398,8 +389,10 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
         yield name, right, task.guessing
 
 
-def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
+def evaluate(args: argparse.Namespace) -> dict:
     """Scores the tasks and writes the files. Returns what is printed last."""
+    run = engine.load_run(args.run_dir, args.step)
+    ranks = run.script.start_ranks()
     check_chat_tokens(run.tokenizer, args.run_dir)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
@@ -413,17 +406,12 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
     result = {"chatcore": total.centered, "tasks": {row.task: row.accuracy for row in table}}
-    return result | {"chat_eval_seconds": total.seconds}
+    return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    def work() -> dict:
-        run = engine.load_run(args.run_dir, args.step)
-        return evaluate(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
-
-    return run_command(work)
+    return run_command(lambda: evaluate(args))
 
 
 if __name__ == "__main__":

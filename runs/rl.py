@@ -11,15 +11,15 @@ same question. As in nanochat there is no division by their spread, no reference
 
     sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
-over all GPUs. Tokens from the calculator were not sampled: they carry no gradient and are not counted.
-A question whose answers all have the same reward teaches nothing. If that is so for a whole step, the
-weights stay as they are, because Muon's step would be as large without a gradient as with one. Rates
-are fractions of the pretraining rates and fall in a straight line to 0.
+over all GPUs. Tokens from the calculator were not sampled: they carry no gradient and are not counted. A question whose
+answers all have the same reward teaches nothing. If that is so for a whole step, the weights stay as they are, because
+Muon's step would be as large without a gradient as with one. Rates are fractions of the pretraining rates and fall in a
+straight line to 0.
 
-The reward is 1 for the right number behind ####; for a wrong one it is --partial times the share of
-right digits. An answer that does not end right after its number is wrong: a model that was rewarded
-for the number alone forgot to stop. Held-out questions are answered before the first step, every
---eval-every steps and at the end: greedily, and --eval-samples times at temperature 1 for pass@k.
+The reward is 1 for the right number behind ####; for a wrong one it is --partial times the share of right digits. An
+answer that does not end right after its number is wrong: a model that was rewarded for the number alone forgot to stop.
+Held-out questions are answered before the first step, every --eval-every steps and at the end: greedily, and
+--eval-samples times at temperature 1 for pass@k.
 
 The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds this script too.
 Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as
@@ -63,13 +63,10 @@ class Settings(BaseModel):
     prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
     temperature: float = Field(1.0, gt=0, description="of the answers; only 1 is on-policy")
-    # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for
-    # all, did harm.
+    # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
     adam_lr: float = Field(0.02, gt=0, description="rate of the rest, likewise")
-    partial: float = Field(
-        0.2, ge=0, lt=1, description="a wrong sum earns X times its share of right digits"
-    )
+    partial: float = Field(0.2, ge=0, lt=1, description="a wrong sum earns X times its right digits")
     eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
     eval_items: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each for pass@k, 0: none")
@@ -124,9 +121,7 @@ def sum_item(a: int, b: int) -> Item:
     return Item(question, str(a + b), chat_eval.same_number(f"#### {a + b}"))
 
 
-def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
-    """Sums; `fits` tells whether the context has room for a question."""
-
+def addition_task(settings: Settings) -> Task:
     def train(step: int, place: int) -> Item:
         rng = random.Random(f"{settings.seed} {step} {place}")
         return sum_item(*sft.random_sum(rng, settings.digits, "train"))
@@ -140,20 +135,17 @@ def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     pairs = [sft.random_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_items)]
     unique = list(dict.fromkeys(pairs))
     test = [sum_item(*pair) for pair in unique[: settings.eval_items]]
-    if not fits(test[0].question):
-        raise RunError(f"sums of {settings.digits} digits do not fit the model's context; use fewer")
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
 def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     """Grade-school problems; `fits` tells whether the context has room for a question."""
-    paths = [gsm8k_file(settings.files, part) for part in ("train", "test")]
-    items = [chat_eval.read_items(path, "gsm8k") for path in paths]
-    train_items = [item for item in items[0] if fits(item.question)]
-    test_items = [item for item in items[1] if fits(item.question)]
+    folder = Path(settings.files) if settings.files else None
+    train_items = [item for item in chat_eval.read_task("gsm8k", folder, part="train") if fits(item.question)]
+    test_items = [item for item in chat_eval.read_task("gsm8k", folder) if fits(item.question)]
     if not train_items or not test_items:
-        raise RunError("no gsm8k question fits the model's context; use a model with a longer one")
-    random.Random(1337).shuffle(test_items)
+        wanted = "gsm8k*train* and gsm8k*test* with questions that fit the model's context"
+        raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs {wanted}")
 
     def train(step: int, place: int) -> Item:
         count = len(train_items)
@@ -165,25 +157,11 @@ def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     return Task(train, test_items[: settings.eval_items], reward, True, MAX_TOKENS["gsm8k"])
 
 
-def gsm8k_file(folder: str | None, part: str) -> Path:
-    """The file for "train" or "test"; it is downloaded if there is no folder."""
-    if not folder:
-        import hub
-
-        return hub.fetch("openai/gsm8k", f"main/{part}-00000-of-00001.parquet")
-    path = chat_eval.find_file(Path(folder), "gsm8k", part)
-    if path is None:
-        raise RunError(f"{folder} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*")
-    return path
-
-
 # ---- answers and what they are worth
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled answer behind its question."""
-
     tokens: list[int]  # the prompt, the answer, and the token that ended it
     sampled: list[bool]  # for each token but the first: whether the model sampled it, so can learn from it
     reward: float
@@ -274,7 +252,6 @@ class Learner:
     tokenizer: Any
     state: Any = None  # the script's TrainState, once the run has begun
     generator: Any = None
-    weights: torch.Tensor | None = None  # of the targets of a step: advantages
 
     def loader(self, run):
         self.state = run.state
@@ -310,7 +287,7 @@ class Learner:
         ]
         sampled, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
         inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
-        batch, self.weights = pack_rollouts(self.script, *inputs)
+        batch, batch.weights = pack_rollouts(self.script, *inputs)
         batch.total_tokens = int(sampled)
         count = settings.prompts * settings.samples
         batch.notes = {
@@ -336,7 +313,7 @@ class Learner:
         state.step += 1
         if not batch.notes["useful"]:
             return torch.zeros((), device=state.ranks.device)
-        nats = backward(state, batch, self.weights, batch.total_tokens)
+        nats = backward(state, batch, batch.weights, batch.total_tokens)
         lr_mult = self.script.lr_multiplier(state.config, step)
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
@@ -385,10 +362,7 @@ class Learner:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Probability that k of n answers, picked without replacement, hold a right one.
-
-    The unbiased estimate of the Codex paper (arXiv 2107.03374).
-    """
+    """Probability that k of n answers hold a right one: the unbiased estimate of the Codex paper (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -411,14 +385,10 @@ def rl_config(script, checkpoint: Path, settings: Settings):
 
 
 def make_job(script, home: Path, settings: Settings, resume: bool):
-    """What the training script needs to know for reinforcement learning.
-
-    Args: home the run to start from or, to resume it, the run itself
-    """
+    """What the training script needs to know; home is the run to start from or, to resume it, the run itself."""
     checkpoint = tuning.newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
-    # many of them as its answers need.
+    # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as many as it needs.
     world = script.start_ranks().world
     tokens = settings.steps * world * config.pack_tokens
     config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
@@ -428,8 +398,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     def fits(question: str) -> bool:
         return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
 
-    make_task = addition_task if settings.task == "addition" else gsm8k_task
-    task = make_task(settings, fits)
+    task = addition_task(settings) if settings.task == "addition" else gsm8k_task(settings, fits)
     learner = Learner(script, settings, task, tokenizer)
 
     note = f"{settings.prompts} questions x {settings.samples} answers a step"

@@ -3,8 +3,8 @@
     python runs/sample.py out/RUN --prompt "The sky is" --prompt "Once upon a time"
     python runs/sample.py out/RUN --check       compares decoding with the forward pass of training
 
-The text appears as it is generated. The last line is one JSON object: new_tokens, seconds, run_dir;
-or with --check decoding_error, run_dir.
+The text appears as it is generated. The last line is one JSON object: new_tokens, seconds and run_dir, or with --check
+decoding_error and run_dir.
 """
 
 import argparse
@@ -32,7 +32,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--check", action="store_true", help="only compare decoding with the forward pass")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.tokens - 1, args.temperature, args.top_k) < 0 or not 0 < args.top_p <= 1:
+        parser.error("--tokens must be at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
+    return args
 
 
 if __name__ == "__main__":
@@ -42,9 +45,9 @@ import torch
 from lib import engine
 
 CHECKED_TOKENS = 32
-# Largest difference between the logits of decode and forward, relative to the spread of the logits.
-# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1,
-# but a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
+# Largest difference between the logits of decode and forward, relative to the spread of the logits. Models of random
+# weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1, but a missing key offset as little as
+# 1e-2, which only fp32 can tell from rounding.
 EXACT_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 1e-1  # for 16 bits
 
@@ -75,8 +78,8 @@ def check(run: engine.Run) -> dict:
 def decoding_error(model, tokenizer) -> float:
     """Root mean square difference of the logits of decode and forward, relative to their spread.
 
-    A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row
-    that then holds the first, and the others are decoded one by one. NaN if any logit is not finite.
+    A third of CHECKED_TOKENS random ids is prefilled into an empty row, then another third behind it, and the others
+    are decoded one by one. NaN if any logit is not finite.
     """
     device = model.embed.device
     vocab_size = tokenizer.vocab_size
@@ -111,12 +114,6 @@ def decoding_error(model, tokenizer) -> float:
 
 def sample(run: engine.Run, args: argparse.Namespace) -> dict:
     """Prints the continuation of each prompt."""
-    if args.tokens < 1:
-        raise RunError(f"--tokens {args.tokens} must be at least 1")
-    if args.temperature < 0 or args.top_k < 0:
-        raise RunError("--temperature and --top-k must be at least 0")
-    if not 0 < args.top_p <= 1:
-        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     generator = engine.Generator(run.model, run.tokenizer)
 

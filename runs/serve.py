@@ -7,28 +7,26 @@
 
 CONNECT.md has the lines for other clients.
 
-GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions,
-/tokenize and /detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every
-step of the model. Up to --max-waiting more wait, and above that the answer is 429. A request
-without a row takes one from a request with several, whose answer continues later. A conversation
-finds its keys and values in the row that it left, and a prefix that several prompts share, such as
-a system text, is computed once.
+GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions, /tokenize and
+/detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every step of the model. Up to
+--max-waiting more wait, and above that the answer is 429. A request without a row takes one from a request with
+several, whose answer continues later. A conversation finds its keys and values in the row that it left, and a prefix
+that several prompts share, such as a system text, is computed once.
 
-Log-probabilities are the model's own, before temperature and penalties. With echo they cover the
-prompt, as lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
+Log-probabilities are the model's own, before temperature and penalties. With echo they cover the prompt, as
+lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
 
-A system message goes in front of the user message behind it, as in training, and messages of one
-role in a row become one. If the last message is the assistant's, the answer continues it. A
-finetuned model has a calculator: its call and result are in the text, as [3*4 = 12], and in a
-stream those pieces carry "part": "python" or "python_output" beside "content". Models without
-finetuning offer only completions. With response_format an answer is JSON, without a calculator.
+A system message goes in front of the user message behind it, as in training, and messages of one role in a row become
+one. If the last message is the assistant's, the answer continues it. A finetuned model has a calculator: its call and
+result are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or "python_output" beside
+"content". Models without finetuning offer only completions. With response_format an answer is JSON, without a
+calculator.
 
-The server listens on 127.0.0.1 by default. With --api-key, or a key in the environment variable
-DECODERSTACK_API_KEY, all but /health needs "Authorization: Bearer KEY". Host must be an IP address,
-localhost or an --allow-host (against DNS rebinding), Origin, if sent, must be the server itself or
-an --allow-origin (CORS), and a POST must be application/json. Texts are never logged. A server that the
-public can reach belongs behind a proxy such as nginx or Caddy, which closes idle connections.
-SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
+The server listens on 127.0.0.1 by default. With --api-key, or a key in the environment variable DECODERSTACK_API_KEY,
+all but /health needs "Authorization: Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS
+rebinding), Origin, if sent, must be the server itself or an --allow-origin (CORS), and a POST must be application/json.
+Texts are never logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy, which closes
+idle connections. SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
 import argparse
@@ -37,7 +35,6 @@ import contextlib
 import functools
 import hmac
 import ipaddress
-import json
 import os
 import signal
 import socket
@@ -86,39 +83,41 @@ import prometheus_client as prometheus
 import torch
 import uvicorn
 from lib import engine
-from lib.chat_format import TURN_TOKENS, is_chat_run
+from lib.chat_format import is_chat_run
 from lib.command import RunError, first_line
 from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 MAX_BODY = 1 << 20  # bytes of a request
-IDLE_SECONDS = 30  # that a connection stays open between two requests
+# A connection stays open for so long between two requests: longer than clients keep an idle one (openai: 5 s), or they
+# may send into a closed one.
+IDLE_SECONDS = 30
 BODY_SECONDS = 60  # for sending a request
 MAX_CONNECTIONS = 1000
-BACKLOG = 64  # connections that are accepted at once
-SWITCH_SECONDS = 2e-4  # after which a thread gives way to another
-FEW = 8  # answers at a time whose ids go out with every step
-MESSAGE_SECONDS = 4e-4  # above that: between two messages to a client, for each further answer
-HOLD = 2  # steps that a new request may wait for others, so that they enter together
+BACKLOG = 64  # connections that the system keeps until the server accepts them
+# A thread that runs gives way to one that waits after so long (Python: 5 ms). The worker needs the interpreter's lock
+# again after each call to the device.
+SWITCH_SECONDS = 2e-4
+# Up to FEW answers, each id goes out with its step. With more, a client gets news every MESSAGE_SECONDS times the
+# number of answers beyond FEW, as messages cost more time than ids.
+FEW = 8
+MESSAGE_SECONDS = 4e-4
+HOLD = 2  # steps that new sequences may wait for others, so that one prefill serves all
 STOPPING = "the server is stopping"
 FAILED = "the model no longer runs, and the server's log says why; start the server again"
 COMPILERS = 4  # schemas of answers that are compiled at a time
 EXIT_SECONDS = 5  # after --drain, for the process to end
-PUBLIC = ("/health",)  # without a key
 
 # ---- the thread that owns the model
 
 
 class Metrics:
-    """Counters in Prometheus' format."""
-
     def __init__(self, worker: "Worker"):
         self.registry = prometheus.CollectorRegistry()
         own = {"namespace": "decoderstack", "registry": self.registry}
@@ -130,12 +129,12 @@ class Metrics:
         self.steps = counter("steps", "Steps of the model")
         self.moved = counter("moved_answers", "Answers that made room for another request")
         self.left = counter("abandoned_requests", "Requests whose client left")
-        text = "From a request to its first token"
+        text = "From a request to the first token of each of its answers"
         self.first_token = prometheus.Histogram("first_token_seconds", text, **own)
         gauge = functools.partial(prometheus.Gauge, **own)
-        gauge("rows", "rows").set_function(lambda: worker.decoder.num_rows)
-        gauge("answers_live", "answers_live").set_function(lambda: len(worker.sequences))
-        gauge("answers_waiting", "answers_waiting").set_function(worker.waiting)
+        gauge("rows", "Answers that can be written at a time").set_function(lambda: worker.decoder.num_rows)
+        gauge("answers_live", "Answers being written").set_function(lambda: len(worker.sequences))
+        gauge("answers_waiting", "Answers that wait for a row").set_function(worker.waiting)
 
 
 class Worker(threading.Thread):
@@ -145,25 +144,23 @@ class Worker(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.model = model
         self.max_waiting = max_waiting
-        options = {"compile": compile, "logits_processors": True, "prefix_rows": max(2, rows // 4)}
-        self.decoder = engine.Decoder(model, tokenizer, rows, **options)
+        self.decoder = engine.Decoder(model, tokenizer, rows, compile=compile, prefix_rows=max(2, rows // 4))
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by row
-        self.free = list(range(rows))  # the other rows, the one unused for longest first
-        self.held_back = 0  # rounds in a row that new sequences have waited for others
-        self.pending: set[Request] = set()  # requests with news that the event loop has not heard of
+        self.idle_rows = list(range(rows))  # the one unused for longest first
+        self.rounds_held = 0  # rounds in a row that new sequences have waited for others
+        self.unsent: set[Request] = set()  # requests with news that the event loop has not heard of
         self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
         self.draining = False  # no new requests, as it stops or has failed
         self.closed = False  # nothing goes on
         self.wake = threading.Condition()
-        self.ready = threading.Event()
+        self.warm = threading.Event()
         self.error: Exception | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.metrics = Metrics(self)
 
     def waiting(self) -> int:
-        """How many sequences wait for a row."""
         return sum(len(request.waiting) for request in list(self.queue))
 
     def submit(self, request: Request) -> None:
@@ -199,22 +196,21 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self.warm_up()
-        except Exception as error:
-            self.error = error
-        self.ready.set()
-        try:
-            while not self.error and not self.closed:
+            self.warm.set()
+            while not self.closed:
                 with self.wake:
                     self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
                 self.round()
         except Exception as error:
-            traceback.print_exc()
             self.error = error
+            if self.warm.is_set():  # else main() tells it
+                traceback.print_exc()
+        self.warm.set()
         with self.wake:
             self.draining = True
             requests = {sequence.request for sequence in self.sequences.values()} | set(self.queue)
             self.queue = {}
-        self.notify(self.pending)
+        self.notify(self.unsent)
         self.notify(requests, APIError(503, FAILED if self.error else STOPPING))
 
     def warm_up(self) -> None:
@@ -247,52 +243,49 @@ class Worker(threading.Thread):
                 self.failures = 0
                 self.metrics.steps.inc()
                 self.metrics.new_tokens.inc(sum(event.token is not None for event in events))
-            self.deliver([self.take(event) for event in events])
+            self.deliver([self.add_output(event) for event in events])
         except Exception:
             self.fail([*self.sequences])
 
     # -- rows
 
     def preempt(self) -> None:
-        """Takes a row from the request with the most, for one that has none.
+        """Makes a row idle for each request that has none, as long as another request has two or more.
 
-        The answer that has come least far waits at the front of its request.
+        Of the request with the most rows it is the answer with the fewest tokens that waits, keeps them, and goes on.
         """
-        if not self.sequences:
-            return
         waiting = [request for request in self.queue if not request.num_running]
-        for _ in range(len(waiting) - len(self.free)):
+        for _ in range(len(waiting) - len(self.idle_rows)):
             running = [sequence.request for sequence in self.sequences.values()]
-            richest = max(running, key=lambda request: request.num_running)
-            if richest.num_running < 2:
+            largest = max(running, key=lambda request: request.num_running, default=None)
+            if largest is None or largest.num_running < 2:
                 return
-            rows = [row for row, sequence in self.sequences.items() if sequence.request is richest]
+            rows = [row for row, sequence in self.sequences.items() if sequence.request is largest]
             row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))
-            richest.waiting.appendleft(self.evict(row))
-            self.queue[richest] = None
+            largest.waiting.appendleft(self.evict(row))
+            self.queue[largest] = None
             self.metrics.moved.inc()
 
     def schedule(self) -> dict[int, Sequence]:
         """Chooses rows for waiting sequences.
 
-        The request with the fewest rows is next, and of these the one that came first. A sequence
-        gets the row that holds the longest prefix of its text, or else the one that has been unused
-        for longest. The texts of one round are bounded, since all other rows wait for them.
+        The request with the fewest rows is next, and of these the one that came first. A sequence gets the row that
+        holds its longest prefix, or the one that has been unused for longest. What one round computes is bounded.
         """
         new = {}
-        if not self.free or not self.queue or self.holds_back():
+        if not self.idle_rows or not self.queue or self.holds_back():
             return new
-        tokens = 0
-        while self.free and self.queue and tokens < engine.PREFILL_TOKENS:
+        num_new = 0
+        while self.idle_rows and self.queue and num_new < engine.PREFILL_TOKENS:
             request = min(self.queue, key=lambda request: request.num_running)
             sequence = request.waiting.popleft()
             if not request.waiting:
                 del self.queue[request]
-            text = sequence.completion.all_tokens()
-            held = {row: self.decoder.prefix_cache.match(row, text) for row in self.free}
-            row = max(held, key=held.get)  # the first of equals
-            tokens += len(text) - held[row]
-            self.free.remove(row)
+            ids = sequence.completion.all_tokens()
+            num_cached = {row: self.decoder.prefix_cache.match(row, ids) for row in self.idle_rows}
+            row = max(num_cached, key=num_cached.get)  # the first of equals
+            num_new += len(ids) - num_cached[row]
+            self.idle_rows.remove(row)
             request.num_running += 1
             new[row] = sequence
         self.sequences |= new  # under the lock, so that submit() counts each once
@@ -301,43 +294,37 @@ class Worker(threading.Thread):
     def holds_back(self) -> bool:
         """Whether a few new sequences should wait for others, as each prefill holds all rows up."""
         few = self.waiting() < self.decoder.num_rows // 8
-        if self.sequences and few and self.held_back < HOLD:
-            self.held_back += 1
-            return True
-        self.held_back = 0
-        return False
+        wait = bool(self.sequences) and few and self.rounds_held < HOLD
+        self.rounds_held = self.rounds_held + 1 if wait else 0
+        return wait
 
     def add_sequences(self, new: dict[int, Sequence]) -> None:
-        """Has the decoder compute what rows lack of their texts."""
-        found = self.decoder.add_requests({row: sequence.completion for row, sequence in new.items()})
+        num_cached = self.decoder.add_requests({row: sequence.completion for row, sequence in new.items()})
         for row, sequence in new.items():
-            if sequence.cached is None:  # it is not one that was preempted
-                sequence.cached = found[row]
+            if sequence.num_cached is None:  # it is not one that was preempted
+                sequence.num_cached = num_cached[row]
                 self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
-                self.metrics.cached_tokens.inc(found[row])
+                self.metrics.cached_tokens.inc(num_cached[row])
 
     def evict(self, row: int) -> Sequence:
-        """Frees a row before its answer has ended; what it holds stays in the prefix cache."""
+        """Makes a row idle, whether its answer has ended or not; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
             self.decoder.stop([row])
-        return self.release(row)
-
-    def release(self, row: int) -> Sequence:
         sequence = self.sequences.pop(row)
         sequence.request.num_running -= 1
-        self.free.append(row)
+        self.idle_rows.append(row)
         return sequence
 
     # -- results
 
-    def take(self, event: engine.StepOutput) -> Sequence:
+    def add_output(self, event: engine.StepOutput) -> Sequence:
         """Gives what a step did to the sequence in its row."""
         sequence = self.sequences[event.row]
-        sequence.take(event)
+        sequence.add_output(event)
         if event.token is not None and len(sequence.completion.tokens) == 1:
             self.metrics.first_token.observe(time.monotonic() - sequence.request.began)
         if event.reason:
-            self.release(event.row)
+            self.evict(event.row)
         return sequence
 
     def fail(self, rows: list[int]) -> None:
@@ -348,33 +335,32 @@ class Worker(threading.Thread):
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
-            self.release(row)
+            self.evict(row)
         self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
     def deliver(self, sequences: list[Sequence]) -> None:
         """Tells the event loop which requests have news: at once, while few answers are written.
 
-        Messages cost more time than ids. So with many answers those of several steps go out
-        together, but the first and the last id of an answer do not wait. Only the end is news to a
-        client that does not stream.
+        With many answers the ids of several steps go out together, but the first and the last id of an answer do not
+        wait. Only the end is news to a client that does not stream.
         """
         for sequence in sequences:
             if sequence.request.fields.stream or (sequence.reason and sequence.request.done()):
-                self.pending.add(sequence.request)
+                self.unsent.add(sequence.request)
         now = time.monotonic()
         urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}
         if not self.sequences or now - self.notified >= MESSAGE_SECONDS * (len(self.sequences) - FEW):
             self.notified = now
-            urgent = self.pending
-        self.notify(self.pending & urgent)
-        self.pending = self.pending - urgent
+            urgent = self.unsent
+        self.notify(self.unsent & urgent)
+        self.unsent = self.unsent - urgent
 
     def notify(self, requests: set[Request], problem: APIError | None = None) -> None:
         for request in requests:
             request.error = request.error or problem
         if requests:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
-                self.loop.call_soon_threadsafe(lambda: [request.ready.set() for request in requests])
+                self.loop.call_soon_threadsafe(lambda: [request.news.set() for request in requests])
 
 
 # ---- the HTTP handlers
@@ -387,7 +373,6 @@ class Server:
         run = engine.load_run(run_dir, args.step, args.device)
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
-        self.chat = is_chat_run(run_dir) and set(TURN_TOKENS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
         # Without a GPU a row costs time even while it is idle.
         rows = args.rows or (32 if run.model.embed.is_cuda else 8)
@@ -396,12 +381,12 @@ class Server:
         except (RuntimeError, MemoryError) as error:
             reason = first_line(error)
             raise RunError(f"{rows:,} rows do not fit into memory ({reason}); use fewer --rows") from None
-        self.limit = self.worker.decoder.max_len
-        most = rows + args.max_waiting
-        self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
+        limit = self.worker.decoder.max_len
+        chat = is_chat_run(run_dir)
+        self.protocol = Protocol(self.name, self.tokenizer, limit, chat, rows + args.max_waiting)
         self.compilers = ThreadPoolExecutor(COMPILERS)
         model = {"id": self.name, "object": "model", "owned_by": "local"}
-        model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
+        model |= {"created": int(time.time()), "max_model_len": limit, "chat": chat}
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -417,12 +402,11 @@ class Server:
             routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
         paths = {route.path for route in routes}
-        counter = self.worker.metrics.requests
         origins = [origin.rstrip("/") for origin in args.allow_origin]
-        gate = Middleware(Gate, allowed=hosts, origins=origins, key=args.api_key, paths=paths, counter=counter)
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
-        self.app = Starlette(routes=routes, middleware=[cors, gate], exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        gate = Gate(app, hosts, origins, args.api_key, paths, self.worker.metrics.requests)
+        self.app = CORSMiddleware(gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -441,10 +425,7 @@ class Server:
         found = await asyncio.to_thread(action, data)
         if isinstance(found, Request):
             if found.fields.response_format.type != "text":  # in threads of their own, as others must not wait
-                try:
-                    await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
-                except asyncio.CancelledError:  # by uvicorn
-                    raise APIError(503, STOPPING) from None
+                await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
             return functools.partial(self.reply, found)
         return JSONResponse(found)
 
@@ -456,11 +437,14 @@ class Server:
         try:
             await request.progress()  # an error now is still a plain error
             if request.fields.stream:
-                await send_events(request, answers, send)
-                return
-            while not request.done():
-                await request.progress()
-            await JSONResponse(answers.whole())(scope, receive, send)
+                headers = {"Cache-Control": "no-store"}
+                response = StreamingResponse(answers.events(), 200, headers, "text/event-stream")
+            else:
+                while not request.done():
+                    await request.progress()
+                # In a thread, since the JSON of many logprobs takes seconds.
+                response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
+            await response(scope, receive, send)
         finally:
             departure.cancel()
             self.worker.withdraw(request)
@@ -471,30 +455,7 @@ class Server:
             pass
         self.worker.withdraw(request)
         request.error = APIError(499, "the client left")
-        request.ready.set()
-
-
-async def send_events(request: Request, answers: Answers, send) -> None:
-    """The answers as server-sent events. What came while the client was slow goes out at once."""
-    kind = (b"content-type", b"text/event-stream; charset=utf-8")
-    headers = [kind, (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    text = answers.opening()
-    try:
-        while True:
-            is_done = request.done()  # read first, as the model's thread goes on
-            text += "".join(answers.chunks(sequence) for sequence in request.sequences)
-            if is_done:
-                break
-            if text:
-                part = {"type": "http.response.body", "body": text.encode(), "more_body": True}
-                await send(part)
-            text = ""
-            await request.progress()
-        text += answers.closing()
-    except APIError as problem:
-        text = f"data: {json.dumps(problem.body())}\n\n"
-    await send({"type": "http.response.body", "body": text.encode()})
+        request.news.set()
 
 
 async def read_body(http_request: HTTPRequest) -> bytes:
@@ -553,9 +514,11 @@ class Gate:
         except ValueError:
             wrong = f"this server does not know {shorten(host)} of the Host header"
             return APIError(403, f"{wrong}; start it with --allow-host NAME to allow it")
+        if self.key is None or path == "/health":
+            return None
         kind, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
-        if self.key is None or path in PUBLIC or (kind.lower() == "bearer" and right):
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
+        if kind.lower() == "bearer" and right:
             return None
         message = 'this server needs its key in the header "Authorization: Bearer KEY"'
         return APIError(401, message, code="invalid_api_key")
@@ -579,8 +542,6 @@ async def failure(http_request: HTTPRequest, error: Exception) -> Response:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, which ends the answers under way when it stops."""
-
     def __init__(self, config: uvicorn.Config, worker: Worker, drain: float):
         super().__init__(config)
         self.worker = worker
@@ -613,35 +574,33 @@ def bind(host: str, port: int) -> socket.socket:
 def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     """Starts the worker and waits until it is warm. Raises: RunError if the model does not run"""
     server.worker.start()
-    server.worker.ready.wait()
+    server.worker.warm.wait()
     if problem := server.worker.error:
         raise RunError(f"the model does not run: {first_line(problem)}")
-    # The worker needs the interpreter's lock again after each call to the device, by default after up to 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         server.app,
-        loop="asyncio",
-        http="httptools",
         ws="none",
         lifespan="off",
         backlog=BACKLOG,
         limit_concurrency=MAX_CONNECTIONS,
         log_level="info" if args.access_log else "error",
         access_log=args.access_log,
-        server_header=False,
-        # Longer than a client keeps an idle connection (openai: 5 s), or it may send into a closed one.
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(args.drain) + 2,
     )
     return HTTPServer(config, server.worker, args.drain)
 
 
-def start_page(host: str, port: int, api_key: str | None) -> subprocess.Popen:
-    """Starts the web page as a process of its own, which prints its address once it is ready."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def base_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def start_page(host: str, port: int, api_key: str | None) -> None:
+    """Starts the web page as a process of its own, which prints its address once ready, and ends with this one."""
+    url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
     environment = {**os.environ, "OPENAI_API_KEY": api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
-    return subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
+    subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
 
 
 def main() -> int:
@@ -658,23 +617,18 @@ def main() -> int:
     except KeyboardInterrupt:
         os._exit(130)  # Python would abort while the worker is in the middle of a step
     host, port = listening.getsockname()[:2]
-    shown_host = f"[{host}]" if ":" in host else host
-    kind = "chat" if server.chat else "completions"
-    sizes = f"{server.worker.decoder.num_rows} rows, context {server.limit:,}, {kind}"
+    kind = "chat" if server.protocol.chat else "completions"
+    sizes = f"{server.worker.decoder.num_rows} rows, context {server.protocol.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         note = "note: everyone who can reach this address can use the model; set a key with --api-key"
         print(note, file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
-    print(f"{server.name}: http://{shown_host}:{port} ({sizes})", flush=True)
-    page = start_page(host, port, args.api_key) if args.page else None
-    try:
-        http.run(sockets=[listening])
-    finally:
-        if page:
-            page.terminate()
-            page.wait()
+    print(f"{server.name}: {base_url(host, port)} ({sizes})", flush=True)
+    if args.page:
+        start_page(host, port, args.api_key)
+    http.run(sockets=[listening])
     server.worker.join(10)
     return 0
 

@@ -20,7 +20,7 @@ from conftest import ROOT, logits, random_model, tiny_config, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-from lib import chat_format, engine
+from lib import engine
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -150,7 +150,7 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
     backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
     pieces = []
-    backend.reply("", [{"role": "user", "content": "x"}], {"ids": []}, pieces.append)
+    backend.reply(backend.ask([{"role": "user", "content": "x"}]), {}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
     assert chat_script.printable("".join(pieces)) == "é你😀 a[2J\tb\n\ufffd"
 
@@ -185,7 +185,7 @@ def test_commands(make, tmp_path):
     assert "/save FILE" in say(chat, "/help")[1] and "unknown command /foo" in say(chat, "/foo")[1]
     say(chat, "/system Be kind.")
     assert chat.system == "Be kind." and "needs a file" in say(chat, "/save")[1]
-    assert "nothing to save" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
+    assert "something that was said" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
     chat.messages.append({"role": "user", "content": "a"})
     assert "cannot write" in say(chat, f"/save {tmp_path}/none/x")[1] and chat.command("/quit") is False
     say(chat, "hello")
@@ -219,7 +219,7 @@ def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """Answers /v1/chat/completions with what server.reply says and records the requests."""
+    """Answers /v1/chat/completions with server.reply, or what it says to a request, and records the requests."""
 
     def log_message(self, *args):
         pass
@@ -236,7 +236,8 @@ class Stub(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, self.headers.get("Authorization"), body))
-        self.send(*self.server.reply)
+        reply = self.server.reply
+        self.send(*(reply(body) if callable(reply) else reply))
 
 
 def talk_to(server, system="", **options):
@@ -260,13 +261,6 @@ def events(*pieces, end=True) -> tuple:
     lines = [": a comment\n", *(f"data: {json.dumps({'choices': [choice]})}\n" for choice in choices)]
     lines.append('data: {"choices": [], "usage": null}\n')
     return 200, "text/event-stream; charset=utf-8", "\n".join([*lines, "data: [DONE]\n" if end else ""]).encode()
-
-
-@pytest.mark.parametrize("command", ["finetune", "rl", "pretrain", None])
-def test_which_runs_chat(tmp_path, command):
-    """By the command in config.json."""
-    (tmp_path / "config.json").write_text(json.dumps({"command": command} if command else {}))
-    assert chat_format.is_chat_run(tmp_path) is (command in ("finetune", "rl"))
 
 
 def test_endpoint(server, monkeypatch):
@@ -332,8 +326,6 @@ def pretrained(tmp_path, monkeypatch):
 
 def test_failures_of_transformers_are_one_sentence(pretrained):
     """A message without an answer is forgotten, a broken answer is kept, and the chat goes on."""
-    with pytest.raises(engine.RunError, match="without checkpoints but --step is 77; leave it out"):
-        pretrained(None, step=77)
     plan = Namespace(text="", fails=False)
 
     def generate(streamer):
@@ -401,9 +393,8 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     shutil.rmtree(young / "checkpoints")
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
-        ((young,), "has no checkpoint yet; train it with --resume"),
-        ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "is not a web address"),
-        (("--endpoint", "http://h:abc"), "http://h:abc is not a web address"),
+        ((young,), "has no whole checkpoint; wait until the run saves one"),
+        ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
     ]:  # fmt: skip
@@ -412,7 +403,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         err = capsys.readouterr().err
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
     for args, message in [
-        ((), "name either"), (("run", "--endpoint", server.url), "name either"),
+        ((), "RUN_DIR --endpoint is required"), (("run", "--endpoint", server.url), "not allowed with"),
         (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "-1"), "--temperature, --top-k"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit):
@@ -423,30 +414,24 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
 # ==== full contexts of servers, pipes, and the keys of a terminal
 
 
-class Small(Stub):
-    """A server whose context holds two messages; longer conversations are refused as OpenAI's protocol does it."""
+def test_a_server_whose_context_is_full(server):
+    """It holds two messages. The oldest turns go and a note says so; a message too long by itself costs nothing."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append(body)
+    def small(body):
         if len(body["messages"]) > 2 or len(body["messages"][-1]["content"]) > 50:
             error = {"message": "the context is full", "code": "context_length_exceeded"}
-            self.send(400, "application/json", json.dumps({"error": error}).encode())
-        else:
-            self.send(*events(f"answer {len(self.server.seen)}"))
+            return 400, "application/json", json.dumps({"error": error}).encode()
+        return events(f"answer {len(server.seen)}")
 
-
-def test_a_server_whose_context_is_full(server):
-    """The oldest turns go and a note says so; a message that is too long by itself costs nothing."""
-    server.RequestHandlerClass = Small
+    server.reply = small
     chat = talk_to(server, "S", max_tokens=None)
     assert say(chat, "one") == ("answer 1\n", "")
     for i, text in enumerate(("two", "three")):
         out, err = say(chat, text)
         assert "oldest turns dropped: 1" in err and out.startswith("answer")
         assert [m["content"] for m in chat.messages][0] == text and len(chat.messages) == 2, i
-    assert [m["content"] for m in server.seen[-1]["messages"]] == ["S", "three"]
-    assert "max_tokens" not in server.seen[-1], "the server knows what fits"
+    assert [m["content"] for m in server.seen[-1][2]["messages"]] == ["S", "three"]
+    assert "max_tokens" not in server.seen[-1][2], "the server knows what fits"
     before = [*chat.messages]
     assert "answered 400: the context is full" in say(chat, "x" * 60)[1] and chat.messages == before
 

@@ -195,7 +195,6 @@ def test_the_command(bpe, files, tmp_path, capsys):
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
-    for flag, value, message in (("--files", tmp_path / "none", "is no folder"), ("--tasks", "mmlo", "is none of")):
-        with pytest.raises(SystemExit):
-            evaluate(run_dir, flag, value)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate(run_dir, "--tasks", "mmlo")
+    assert "is none of" in capsys.readouterr().err

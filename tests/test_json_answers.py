@@ -156,9 +156,9 @@ def test_masks_beside_other_rows(talker):
     vocabulary = talker.server.protocol.vocabulary
     model, tokenizer = talker.worker.model, talker.server.tokenizer
 
-    def answers(**options):
-        decoder = engine.Decoder(model, tokenizer, 3, logits_processors=True, **options)
-        decoder.step_graphs = Recorded() if options else None
+    def answers(overlap, graphs):
+        decoder = engine.Decoder(model, tokenizer, 3)
+        decoder.overlap, decoder.step_graphs = overlap, Recorded() if graphs else None
         every = [engine.Completion([1, 2, i], 9 + 7 * i, seed=i, temperature=float(i % 4 > 0), stop=(9, *range(40, 60)),
                                    logprobs=0, mask=schema and json_answers.Mask.of(schema, vocabulary))
                  for i, schema in enumerate(schemas * 2)]  # fmt: skip
@@ -168,11 +168,11 @@ def test_masks_beside_other_rows(talker):
             if idle and waiting:
                 decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]})
             decoder.step()
-        keys = decoder.step_graphs.recorded if options else ()
+        keys = decoder.step_graphs.recorded if graphs else ()
         return [(c.tokens, c.reason, [entry.logprob for entry in c.token_logprobs]) for c in every], keys
 
-    (plain, _), (found, keys) = answers(), answers(overlap=True)
-    assert found == plain == answers(overlap=False)[0] and {"logits"} < {*keys}
+    (plain, _), (found, keys) = answers(False, False), answers(True, True)
+    assert found == plain == answers(False, True)[0] and {"logits"} < {*keys}
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
 
 

@@ -20,7 +20,7 @@ import rl
 import sft
 import torch
 import train_small as ts
-from lib import engine
+from lib import chat_format, engine
 
 from conftest import ROOT, TINY, call, chat, entries, run_sft, write_jsonl
 from processes import python
@@ -107,7 +107,7 @@ def test_what_it_starts_with(setup, source):
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
     assert not now.fp8 and not now.fp8_head, "answers are sampled by bf16 products"
     assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
-    trained = engine.load_model(script, source, None, "cpu", {}).model.state_dict()
+    trained = engine.load_run(source, device="cpu").model.state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 
@@ -254,7 +254,7 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
     settings = settings_of("x", "--digits", "2", "--partial", "0.3")
-    task = rl.addition_task(settings, lambda question: True)
+    task = rl.addition_task(settings)
     item = rl.Item("", "132", chat_eval.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
                          ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
@@ -293,7 +293,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert whole == part and [e["step"] for e in whole] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
     rl.engine.load_run(tmp_path / "part", device="cpu")
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert description["command"] == "rl" and description["starts"][0]["step"] == 0
+    assert chat_format.is_chat_run(tmp_path / "whole") and description["starts"][0]["step"] == 0
     assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6
     tool = (ROOT / "runs" / "rl.py").read_bytes()
     assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
@@ -304,7 +304,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*new, "--samples", "1"], "--samples is '1': input should be greater than or equal to 2"),
         (rl.main, [*new, "--adam-lr", "0"], "--adam-lr is '0': input should be greater than 0"),
         (rl.main, [*new, "--task", "sums"], "input should be 'addition' or 'gsm8k'"),
-        (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "has no gsm8k file for training"),
+        (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "it needs gsm8k*train* and gsm8k*test*"),
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
         (rl.main, ["--resume", "--run-dir", source], "is no run of runs/rl.py"),

@@ -6,6 +6,7 @@ with nothing between the tokens. data/sft.py writes the training data in this fo
 (export_chat.jinja) repeats it for other programs. tests/test_chat_format.py compares all of them.
 """
 
+import codecs
 import itertools
 import json
 import re
@@ -114,3 +115,61 @@ def answer_content(tokenizer, ids: list[int]) -> str | list[dict]:
     if all(kind == "text" for kind, _ in parts):
         return tokenizer.decode(ids)
     return [{"type": kind, "text": tokenizer.decode(part)} for kind, part in parts if part]
+
+
+class Detokenizer:
+    """Turns ids into deltas as they come: (part, text), part "text", "python" or "python_output".
+
+    Characters come out whole, and stop strings do not come out at all: as many characters are kept
+    back as may be the beginning of one.
+    """
+
+    def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
+        self.bytes = tokenizer.bytes
+        self.stops = stops
+        self.keep = max(map(len, stops), default=1) - 1
+        specials = tokenizer.specials
+        self.marks = {specials[name]: name for name in CALL_TOKENS if name in specials}
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.part = "text"
+        self.call_closed = False  # the call is written, and a result may follow
+        self.buffer: list[tuple[str, str]] = []  # characters, with their parts
+        self.stopped = False  # by a stop string
+
+    def add(self, token: int, forced: bool) -> list[tuple[str, str]]:
+        """The deltas that a token completes, some of one character; `forced` as in Completion."""
+        mark = self.marks.get(token, "")
+        if not (mark or self.call_closed or self.stops):  # as nearly always
+            text = self.decoder.decode(self.bytes[token])
+            return [(self.part, text)] if text else []
+        if self.call_closed and mark != "<|output_start|>":
+            self.append(b"]")  # a call without a result
+            self.part = "text"
+        self.call_closed = mark == "<|python_end|>"
+        if mark == "<|python_start|>":
+            self.part = "python"
+        elif mark == "<|output_start|>":
+            # A model can write this mark itself; then no result of the calculator follows.
+            self.part = "python_output" if forced else "text"
+        self.append(CALL_TOKENS[mark].encode() if mark else self.bytes[token])
+        if mark == "<|output_end|>":
+            self.part = "text"
+        return self.release(self.keep)
+
+    def finish(self) -> list[tuple[str, str]]:
+        """The deltas that remain after the last token."""
+        self.append(b"]" if self.call_closed else b"", final=True)
+        return self.release(0)
+
+    def append(self, utf8: bytes, final: bool = False) -> None:
+        self.buffer += [(self.part, character) for character in self.decoder.decode(utf8, final)]
+
+    def release(self, keep: int) -> list[tuple[str, str]]:
+        """Takes out of the buffer all but `keep` characters, or all before a stop string."""
+        text = "".join(character for _, character in self.buffer)
+        found = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(found)
+        end = min(found, default=max(0, len(text) - keep))
+        deltas = self.buffer[:end]
+        self.buffer = self.buffer[end:]
+        return deltas

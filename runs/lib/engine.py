@@ -8,7 +8,7 @@
 A Completion is one prompt, its options and its result. Generator.run puts completions into the rows of a Decoder;
 when one ends, the next takes its row. Decoder.add_requests prefills what the KV cache lacks of a prompt (PrefixCache
 knows what it has), and Decoder.step gives every running row one more token: decode computes logits, and sample picks
-a token from them. On CUDA a step is a graph over the tensors of RowState, and the next step is launched before the
+a token from them. On CUDA both are graphs over the tensors of RowState, and the next step is launched before the
 host reads the tokens of the last (PendingStep). prefill and decode are both GPT.trunk(attend), which computes
 everything but attention, with an `attend` that reads and writes the KVCache.
 
@@ -16,7 +16,7 @@ The model is the GPT class of the script that lies in the run directory. This fi
 repository, so a run keeps decoding as it was trained.
 
 Letters in shape comments: B rows of the cache, S slots of a row's ring, T new tokens of a prefill, P its packed
-tokens (old and new), N its sequences, D model width, H heads, K head width, V vocabulary.
+tokens (old and new), N its sequences, D model width, H heads, K head width, V vocabulary (of the tokenizer).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
+from lib.chat_format import CALL_TOKENS
 from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
@@ -83,8 +84,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class Run:
-    """What load_run returns."""
-
     script: ModuleType  # of the run directory
     model: Any  # its GPT, on the device, in eval mode
     tokenizer: Any
@@ -99,11 +98,29 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
             script's Config that may differ between machines, such as dtype; None changes nothing
     Raises: RunError if the run, the step or the device is missing
     """
+    run_dir = Path(run_dir)
     script = import_script(run_dir)
+    needed = ("model.safetensors",)
+    if step is None:
+        folder = newest_checkpoint(script, run_dir, needed)
+    else:
+        folder = run_dir / "checkpoints" / f"step_{step:06d}"
+        if folder not in script.checkpoints(run_dir):
+            raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
+    state = script.check_checkpoint(folder, needed)
+
+    changes = {name: value for name, value in changes.items() if value is not None}
+    config = dataclasses.replace(script.read_config(run_dir), **changes)
+    ranks = script.start_ranks()
+    device = choose_device(device) if device else ranks.device
     try:
-        return load_model(script, Path(run_dir), step, device, changes)
-    except RuntimeError as error:  # torch's, if memory runs out
-        raise RunError(first_line(error)) from None
+        model = script.GPT(config, device, script.choose_dtype(config, device))
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
+        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
+    model.attention = script.choose_attention(model, lambda text: None)
+    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
+    return Run(script, model.eval(), tokenizer, config, state["step"])
 
 
 def choose_device(name: str) -> torch.device:
@@ -112,36 +129,6 @@ def choose_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise RunError(f"--device {name} does not work here ({first_line(error)}); leave it out") from None
-
-
-def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
-    needed = ("model.safetensors",)
-    if not script.checkpoints(run_dir):
-        wanted = "train it with --resume until it saves one (--save-every), or name another run"
-        raise RunError(f"{run_dir} has no checkpoint yet; {wanted}")
-    if step is None:
-        folder = newest_checkpoint(script, run_dir, needed)
-    else:
-        folder = run_dir / "checkpoints" / f"step_{step:06d}"
-        if folder not in script.checkpoints(run_dir):
-            missing = f"no checkpoint of step {step} in {run_dir}/checkpoints"
-            raise RunError(f"{missing}; name another with --step, or leave it out")
-    state = script.check_checkpoint(folder, needed)
-    state_dict = load_file(folder / "model.safetensors")
-
-    changes = {name: value for name, value in changes.items() if value is not None}
-    config = dataclasses.replace(script.read_config(run_dir), **changes)
-    ranks = script.start_ranks()
-    device = choose_device(device) if device else ranks.device
-    model = script.GPT(config, device, script.choose_dtype(config, device))
-    try:
-        model.load_state_dict(state_dict)
-    except RuntimeError:
-        wrong = f"the weights in {folder} do not fit config.json"
-        raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
-    model.attention = script.choose_attention(model, lambda text: None)
-    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
-    return Run(script, model.eval(), tokenizer, config, state["step"])
 
 
 # ==== KV cache
@@ -286,20 +273,20 @@ NEW_BUCKETS = (128, 256, 512, 1024, 2048, 4096)
 OLD_BUCKETS = (0, 1024, 4096)
 
 
-def choose_bucket(num_cached: list, sequences: list, most: int, window: int):
+def choose_bucket(num_cached: list, sequences: list, max_sequences: int, window: int):
     """The smallest PrefillBucket for sequences with num_cached tokens in the cache; None if they are too long."""
     new = sum(map(len, sequences)) - sum(num_cached)
     old = sum(min(count, window) for count in num_cached)
     new_sizes = [size for size in NEW_BUCKETS if size >= new]
     old_sizes = [size for size in OLD_BUCKETS if size >= old]
-    return PrefillBucket(most, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
+    return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
 def pad(array, length: int, value: int) -> np.ndarray:
     return np.concatenate((array, np.full(length - len(array), value)))
 
 
-def plan_ring(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
+def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
     """The plan for rings of one window, in arrays, padded to a bucket if there is one.
 
     Args:  rows, num_cached, lengths (N + 1,) int64 arrays: row of each sequence, how many of its tokens the row holds,
@@ -360,7 +347,7 @@ def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> Pr
     ends_N1 = np.array([*map(len, sequences), padding])
     positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
     plans = [
-        plan_ring(rows_N1, starts_N1, ends_N1, window, ring_size, bucket)
+        make_ring_plan(rows_N1, starts_N1, ends_N1, window, ring_size, bucket)
         for window, ring_size in zip(model.windows, cache.ring_sizes, strict=True)
     ]
 
@@ -414,17 +401,17 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
     return model.trunk(inputs.tokens, inputs.previous, inputs.positions, attend, layer_weights)
 
 
-def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None) -> Tensor:
+def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None, run=run_prefill) -> Tensor:
     """Extends rows of the cache to the given sequences, all in one packed pass through the model.
 
     Args:    rows[i] the row of sequences[i], a list of ids; num_cached[i] how many of them the row already holds,
-             fewer than all; layer_weights what model.layer_weights() gave, to save its time
+             fewer than all; layer_weights what model.layer_weights() gave, to save its time; run may be compiled
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
     inputs = prefill_inputs(model, cache, rows, num_cached, sequences)
     max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]
     on_device = inputs.views(to_device(inputs.flat(), model.embed.device))
-    return run_prefill(model, cache, on_device, max_lengths, layer_weights)
+    return run(model, cache, on_device, max_lengths, layer_weights)
 
 
 def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
@@ -443,9 +430,9 @@ def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
-    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1
-             for idle rows, of which nothing changes; layer_weights as for prefill
-    Returns: logits (B, V) fp32, which mean nothing for idle rows
+    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int (B,), -1 for idle rows, of
+             which nothing changes; layer_weights as for prefill
+    Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
     """
 
     def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
@@ -458,9 +445,6 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weigh
 
 
 # ==== Requests
-
-# The special tokens around a tool call and around its result.
-TOOL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 
 
 class TokenLogprob(NamedTuple):
@@ -481,8 +465,7 @@ class Completion:
     top_p: float = 1.0
     stop: tuple = ()  # ids that end it; BOS always does
     seed: int = 0
-    tools: bool = False  # run the calculator, if the tokenizer has TOOL_TOKENS
-    # These four need a Decoder with logits_processors=True.
+    tools: bool = False  # run the calculator, if the tokenizer has chat_format.CALL_TOKENS
     min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
@@ -514,7 +497,7 @@ class Completion:
             raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
 
     def has_processors(self) -> bool:
-        """Whether it needs a Decoder with logits_processors=True."""
+        """Whether its logits are changed before they are sampled from."""
         return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def num_sorted(self, vocab_size: int) -> int:
@@ -594,8 +577,6 @@ class Generator:
         decoder = self.take_decoder(completions)
         waiting = completions[::-1]  # the first at the end
         try:
-            for completion in completions:
-                completion.check(decoder.max_len)
             while waiting or decoder.running:
                 # A prefill holds the other rows up, so several requests join together.
                 idle = [row for row in range(decoder.num_rows) if row not in decoder.running]
@@ -618,13 +599,11 @@ class Generator:
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
-        processors = any(c.has_processors() for c in completions)
         if decoder and decoder.num_rows == num_rows and decoder.max_len >= length:
-            if not processors or decoder.logits_processors:
-                decoder.reload_weights()
-                return decoder
+            decoder.reload_weights()
+            return decoder
         del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, num_rows, length, logits_processors=processors)
+        return Decoder(self.model, self.tokenizer, num_rows, length)
 
     def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
         """Continues lists of ids to their end; equal prompts get different noise."""
@@ -672,21 +651,19 @@ class PendingStep(NamedTuple):
 class Decoder:
     """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
 
-    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute at the first step.
+    On CUDA a step is two graphs. `compile` also fuses their work, which costs half a minute at the first step.
     A Decoder is for one thread.
 
-    With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are read, so that the
+    With `overlap`, as on CUDA, the next step is launched before the tokens of the last are read, so that the
     device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
     into slots of its rings that the next token overwrites.
 
-    Args:  max_len: tokens of the longest sequence, by default the model's context; logits_processors: whether
-           completions may have penalties, logit_bias and min_p; prefix_rows: rows of the cache beside num_rows, for
-           prefixes that several prompts share
+    Args:  max_len: tokens of the longest sequence, by default the model's context; prefix_rows: rows of the cache
+           beside num_rows, for prefixes that several prompts share
     """
 
     def __init__(self, model, tokenizer, num_rows: int, max_len: int = 0, compile: bool = False,
-                 graph: bool = True, logits_processors: bool = False, prefix_rows: int = 0,
-                 overlap: bool | None = None):  # fmt: skip
+                 prefix_rows: int = 0):  # fmt: skip
         device = model.embed.device
         cuda = device.type == "cuda"
         context = model.config.max_seq_len
@@ -694,25 +671,25 @@ class Decoder:
         self.tokenizer = tokenizer
         self.num_rows = num_rows
         self.max_len = min(max_len or context, context)
-        tool_ids = [tokenizer.specials.get(name) for name in TOOL_TOKENS]
+        tool_ids = [tokenizer.specials.get(name) for name in CALL_TOKENS]
         self.tool_ids = [] if None in tool_ids else tool_ids
-        self.overlap = cuda if overlap is None else overlap
+        self.overlap = cuda
         with torch.no_grad():
             self.layer_weights = model.layer_weights()
 
         self.cache = KVCache.empty(model, num_rows + prefix_rows, self.max_len)
         self.decode_cache = self.cache.first_rows(num_rows)
         self.prefix_cache = PrefixCache(num_rows, prefix_rows)
-        self.logits_processors = logits_processors
-        self.state = RowState(num_rows, tokenizer.vocab_size if logits_processors else 0, device)
+        self.state = RowState(num_rows, tokenizer.vocab_size, device)
         self.running: dict[int, Completion] = {}  # by row; the other rows are idle
         self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
         self.pending: PendingStep | None = None
 
+        self.run_prefill = torch.compile(run_prefill, dynamic=True) if compile else run_prefill
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
-        self.step_graphs = Graphs() if graph and cuda else None  # by StepKind
-        self.prefill_graphs = Graphs() if graph and cuda else None  # by PrefillBucket
+        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by StepKind
+        self.prefill_graphs = Graphs() if cuda else None  # by PrefillBucket
         # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
         self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
 
@@ -730,11 +707,12 @@ class Decoder:
 
     @torch.no_grad()
     def add_requests(self, completions: dict[int, Completion]) -> dict[int, int]:
-        """Prefills completions, which then run in these rows. Returns how many ids of each earlier requests had cached.
+        """Prefills completions, which then run in these rows.
 
         The last id of a prompt goes in with the next step, which gives the first new one.
 
-        Raises: RunError if one does not fit its row
+        Returns: {row: how many ids of its sequence were in the cache, left there by earlier requests}
+        Raises:  RunError if one does not fit its row
         """
         for row, completion in completions.items():
             assert row not in self.running, f"row {row} is taken"
@@ -746,7 +724,7 @@ class Decoder:
         reusing = {row: ids for row, ids in sequences.items() if row not in scored}
         num_cached = dict.fromkeys(sequences, 0)
         num_cached |= {row: self.prefix_cache.match(row, ids) for row, ids in reusing.items()}
-        copies, new_prefixes = self.prefix_cache.share(reusing, num_cached)
+        copies, new_prefixes = self.prefix_cache.choose_shared(reusing, num_cached)
         num_cached |= {row: len(self.prefix_cache.tokens[source]) for row, source in copies.items()}
 
         self.fill(new_prefixes, dict.fromkeys(new_prefixes, 0), {})
@@ -766,7 +744,7 @@ class Decoder:
             self.prefix_cache.tokens[row] = []  # should the prefill fail
         for rows in prefill_batches(sequences, num_cached):
             counts = [num_cached[row] for row in rows]
-            hidden_TD = self.prefill(rows, counts, [sequences[row] for row in rows])
+            hidden_TD = self.prefill_batch(rows, counts, [sequences[row] for row in rows])
             start = 0  # of a sequence's new ids
             for row in rows:
                 end = start + len(sequences[row]) - num_cached[row]
@@ -776,11 +754,12 @@ class Decoder:
         for row, sequence in sequences.items():
             self.prefix_cache.tokens[row] = sequence
 
-    def prefill(self, rows: list, num_cached: list, sequences: list) -> Tensor:
-        """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
+    def prefill_batch(self, rows: list, num_cached: list, sequences: list) -> Tensor:
+        """As the function prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
         bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
         if self.prefill_graphs is None or bucket is None:
-            return prefill(self.model, self.cache, rows, num_cached, sequences, self.layer_weights)
+            inputs = (rows, num_cached, sequences, self.layer_weights)
+            return prefill(self.model, self.cache, *inputs, run=self.run_prefill)
         inputs = prefill_inputs(self.model, self.cache, rows, num_cached, sequences, bucket)
         if bucket not in self.graph_inputs:
             flat = torch.empty_like(inputs.flat(), device=self.model.embed.device)
@@ -789,13 +768,13 @@ class Decoder:
         flat.copy_(inputs.flat(), non_blocking=True)
         max_lengths = [bucket.new + bucket.old] * 2
         work = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
-        return self.prefill_graphs.run(bucket, run_prefill, *work)
+        return self.prefill_graphs.run(bucket, self.run_prefill, *work)
 
     def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
         """Sets the logprob of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         targets = completion.prompt[1:]
-        completion.prompt_logprobs = [None]
+        completion.prompt_logprobs = [None]  # also of one that was stopped, and whose prompt is computed again
         for start in range(0, len(targets), 256):  # logits of all at once might not fit into memory
             tokens = to_device(targets[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
@@ -816,25 +795,26 @@ class Decoder:
         if not self.running:
             return []
         if pending is None or not pending.completions:
-            pending = self.launch(self.running)
+            pending = self.launch(self.running, self.compute_logits())
 
-        # A tool's ids take the place of the sampled ones before they go in.
+        # A tool's ids take the place of the sampled ones before they go in. They are known by now: the host has read
+        # the id that ended the call.
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
         following = self.rows_after(pending) if self.overlap else {}
         if not following:
             return self.finish(pending)
+        logits = self.compute_logits()
         if not self.kind.masks:
-            self.pending = self.launch(following)
+            self.pending = self.launch(following, logits)
             return self.finish(pending)
 
         # A mask needs the ids that are read now, so only the logits are computed meanwhile.
-        self.run("logits", self.keep_logits)
         outputs = self.finish(pending)
         following = {row: c for row, c in following.items() if not c.reason}
         if following:
-            self.pending = self.launch(following, self.state.logits)
+            self.pending = self.launch(following, logits)
         return outputs
 
     def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
@@ -850,13 +830,17 @@ class Decoder:
         """As Graphs.run, where there are graphs."""
         return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
 
-    def launch(self, completions: dict[int, Completion], logits: Tensor | None = None) -> PendingStep:
-        """Starts a step, or the rest of it from logits. Its ids go in with the next one, except where a tool speaks."""
+    def compute_logits(self) -> Tensor:
+        """The logits (B, V) of the ids that go in, before masks and processors. The next call may overwrite them."""
+        state = self.state
+        inputs = (self.decode_cache, state.tokens, state.previous, state.positions, self.layer_weights)
+        logits = self.run("logits", self.decode, self.model, *inputs)
+        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+
+    def launch(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
+        """Samples an id for each row from logits (B, V). They go in with the next step, except where a tool speaks."""
         self.state.set_masks(completions)
-        if logits is None:
-            logits = self.run(self.kind, self.compute_step, self.kind)
-        else:
-            self.run(("sample", self.kind), self.sample_step, self.kind, logits)
+        self.run(self.kind, self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
         logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
 
@@ -866,25 +850,8 @@ class Decoder:
         done = torch.cuda.current_stream().record_event() if cuda else None
         return PendingStep(dict(completions), sampled, done, logprobs)
 
-    def compute_step(self, kind: StepKind) -> Tensor:
-        """The work of a step, from and to the tensors of RowState, in which it may be a graph.
-
-        Returns: logits (B, V), before masks and processors
-        """
-        logits = self.compute_logits()
-        self.sample_step(kind, logits)
-        return logits
-
-    def compute_logits(self) -> Tensor:
-        inputs = (self.state.tokens, self.state.previous, self.state.positions)
-        logits = self.decode(self.model, self.decode_cache, *inputs, self.layer_weights)
-        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-
-    def keep_logits(self) -> None:
-        self.state.logits.copy_(self.compute_logits())
-
     def sample_step(self, kind: StepKind, logits: Tensor) -> None:
-        """The part of a step after its logits (B, V)."""
+        """The part of a step after its logits (B, V); it writes the ids of the next step into RowState."""
         state = self.state
         sampled = self.next_tokens(logits, kind)
 
@@ -969,30 +936,21 @@ def step_kind(completions, vocab_size: int) -> StepKind:
 
 
 class RowState:
-    """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses.
-
-    Without logits processors V is 0 here.
-    """
+    """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
-        integers = torch.zeros(num_rows, dtype=torch.long, device=device)
-        numbers = torch.zeros(num_rows, device=device)
-        self.tokens = integers.clone()  # the id that goes in next
-        self.previous = integers.clone()  # the id before it
-        self.sampled = integers.clone()  # the id that the last step sampled, or NOT_FINITE
-        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row is idle
-        self.top_k = integers.clone()
-        self.seeds = integers.clone()
-        self.temperature = numbers.clone()
-        self.top_p = numbers.clone()
-        self.min_p = numbers.clone()
-        self.presence = numbers.clone()
-        self.frequency = numbers.clone()
+        # The id that goes in next, the id before it, the position of the former (-1: the row is idle), and options.
+        padded = -(-num_rows // 4) * 4  # so that each begins at a multiple of 16 bytes, else compiled code copies it
+        self.integers = torch.zeros(5, padded, dtype=torch.long, device=device)[:, :num_rows]
+        self.numbers = torch.zeros(5, padded, device=device)[:, :num_rows]
+        self.tokens, self.previous, self.positions, self.top_k, self.seeds = self.integers
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency = self.numbers
+        self.positions.fill_(-1)
+        self.sampled = torch.zeros_like(self.tokens)  # the id that the last step sampled, or NOT_FINITE
         # (B, V): how often each id is in the answer of a row, and what is added to its logit.
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_rows, vocab_size, device=device)
         self.forbidden = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)  # by a mask
-        self.logits = torch.zeros(num_rows, vocab_size, device=device)  # computed ahead of their masks
 
     def set_rows(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each sequence goes in with the next step."""
@@ -1009,30 +967,18 @@ class RowState:
 
         device = self.tokens.device
         rows = to_device(list(completions), device)
-        columns = [*to_device(np.array(integers, dtype=np.int64).T, device)]
-        columns += [*to_device(np.array(numbers, dtype=np.float32).T, device)]
-        names = ("tokens", "previous", "positions", "top_k", "seeds")
-        names += ("temperature", "top_p", "min_p", "presence", "frequency")
-        for name, column in zip(names, columns, strict=True):
-            tensor = getattr(self, name)
-            tensor[rows] = column.to(tensor.dtype)
+        self.integers[:, rows] = to_device(np.array(integers, dtype=np.int64).T, device)
+        self.numbers[:, rows] = to_device(np.array(numbers, dtype=np.float32).T, device)
         self.bias[rows] = 0
         self.forbidden[rows] = False
         for row, completion in completions.items():
             if completion.has_processors():
-                self.set_processors(row, completion)
-
-    def set_processors(self, row: int, completion: Completion) -> None:
-        """Sets the bias of a row, and the counts to those of its answer so far.
-
-        A step counts the id that goes in, the last of the sequence first, so that one is left out here.
-        """
-        for token, bias in completion.logit_bias.items():
-            self.bias[row, token] = bias
-        answer = torch.tensor(completion.tokens, dtype=torch.long)
-        counts = answer.bincount(minlength=self.counts.size(1))
-        counts[completion.last_token()] -= 1
-        self.counts[row] = to_device(counts, self.counts.device)
+                for token, bias in completion.logit_bias.items():
+                    self.bias[row, token] = bias
+                answer = torch.tensor(completion.tokens, dtype=torch.long)
+                counts = answer.bincount(minlength=self.counts.size(1))
+                counts[completion.last_token()] -= 1  # the next step counts this one
+                self.counts[row] = to_device(counts, device)
 
     def set_masks(self, completions: dict[int, Completion]) -> None:
         """Sets which ids may not come next, in the rows that have a mask."""
@@ -1092,15 +1038,15 @@ def smallest_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, num_sorted: in
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
     """Noise (B, V) fp32: a hash of seed, counter and id, which needs no state."""
-    ids_V = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
-    hash_B = lowbias32((lowbias32(seeds_B) + counters_B) & 0xFFFFFFFF)
-    bits = lowbias32((hash_B[:, None] + ids_V) & 0xFFFFFFFF) >> 9
+    ids_V = hash32(torch.arange(vocab_size, device=seeds_B.device))
+    hash_B = hash32((hash32(seeds_B) + counters_B) & 0xFFFFFFFF)
+    bits = hash32((hash_B[:, None] + ids_V) & 0xFFFFFFFF) >> 9
     uniform = (bits.float() + 0.5) * 2**-23
     return -torch.log(-torch.log(uniform))
 
 
-def lowbias32(x: Tensor) -> Tensor:
-    """A hash of 32 bits, by C. Wellons; in int64, where nothing overflows."""
+def hash32(x: Tensor) -> Tensor:
+    """A hash of 32 bits, with constants from github.com/skeeto/hash-prospector; in int64, where nothing overflows."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -1140,7 +1086,7 @@ class PrefixCache:
         is_prefix = len(cached) < len(sequence) and cached == sequence[: len(cached)]
         return len(cached) if is_prefix else 0
 
-    def share(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
+    def choose_shared(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
         """Chooses shared rows for new sequences.
 
         A prefix gets a shared row, the least recently used one, when a second sequence has it.
@@ -1177,19 +1123,21 @@ class Graphs:
         self.recorded: dict[Any, tuple] = {}  # by key: the graph, and what the work returned
 
     def run(self, key, work: Callable, *arguments):
-        """What work(*arguments) does and returns; the next run may overwrite the result."""
+        """What work(*arguments) does and returns, a tensor or None. All runs of a key return the same tensor."""
         if key in self.recorded:
             graph, result = self.recorded[key]
             graph.replay()
             return result
-        result = work(*arguments)  # recording computes nothing
 
-        # All of them share one pool of memory, because one runs at a time.
+        # The first time it runs as it is, to compile what it needs, since recording computes nothing.
+        first = work(*arguments)
+        # All graphs share one pool of memory, because one runs at a time.
         pool = next((graph.pool() for graph, _ in self.recorded.values()), None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.recorded[key] = (graph, work(*arguments))
-        return result
+            result = work(*arguments)
+        self.recorded[key] = (graph, result)
+        return result if first is None else result.copy_(first)
 
 
 # ==== Attention kernel
@@ -1238,27 +1186,27 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
 @jit
 def decode_attention_kernel(
     q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
-    OFFSET: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    OFFSET: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One row and one head a program; D is the head width here. The new key and value are not read back."""
+    """One row and one head of WIDTH a program. The new key and value are not read back."""
     row = tl.program_id(0)
     h = tl.program_id(1)
-    d = tl.arange(0, D)
-    p = tl.load(positions + row)
+    d = tl.arange(0, WIDTH)
+    p = tl.load(positions + row).to(tl.int32)
     slot = tl.maximum(p, 0) % S
-    stride = H * D  # from slot to slot
-    running = d < tl.where(p >= 0, D, 0)
-    keys += (row.to(tl.int64) * S * H + h) * D
-    values += (row.to(tl.int64) * S * H + h) * D
+    stride = H * WIDTH  # from slot to slot
+    running = d < tl.where(p >= 0, WIDTH, 0)
+    keys += (row.to(tl.int64) * S * H + h) * WIDTH
+    values += (row.to(tl.int64) * S * H + h) * WIDTH
 
     # The new key and value; exp2 below needs the query times log2(e).
-    Q = tl.load(q + row * stride_q + h * D + d).to(tl.float32) * 1.4426950408889634
-    K = tl.load(k + row * stride_k + h * D + d)
-    V = tl.load(v + row * stride_v + h * D + d)
+    Q = tl.load(q + row * stride_q + h * WIDTH + d).to(tl.float32) * 1.4426950408889634
+    K = tl.load(k + row * stride_k + h * WIDTH + d)
+    V = tl.load(v + row * stride_v + h * WIDTH + d)
     if OFFSET:
-        second_half = d >= D // 2
+        second_half = d >= WIDTH // 2
         tl.store(keys + (slot + 1) % S * stride + d, K, mask=running & second_half)
-        taken = second_half & (d < p * D)  # from the token before, which the first has not
+        taken = second_half & (d < p * WIDTH)  # from the token before, which the first has not
         K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
     tl.store(keys + slot * stride + d, K, mask=running)
     tl.store(values + slot * stride + d, V, mask=running)
@@ -1281,7 +1229,7 @@ def decode_attention_kernel(
         top = new_top
         total = total * shrink + tl.sum(e, 0)
         acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
-    tl.store(o + row * stride + h * D + d, (acc / total).to(o.dtype.element_ty))
+    tl.store(o + row * stride + h * WIDTH + d, (acc / total).to(o.dtype.element_ty))
 
 
 DECODE_TILES = dict(BN=128, num_warps=8)
@@ -1296,18 +1244,15 @@ def adjacent_heads(x: Tensor) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
 ) -> Tensor:
-    """As decode_attention_ref: the kernel where it runs, for K a power of two.
-
-    It reads 4 H K bytes for each key seen.
-    """
-    B, H, D = q.shape
-    if not use_triton(q) or D & (D - 1):
+    """As decode_attention_ref, by the kernel where it runs: for head widths that are powers of two."""
+    B, H, width = q.shape
+    if not use_triton(q) or width & (width - 1):
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
     q, k, v = (adjacent_heads(t) for t in (q, k, v))
-    o = q.new_empty(B, H, D)
+    o = q.new_empty(B, H, width)
     decode_attention_kernel[(B, H)](
         q, k, v, o, keys, values, positions, keys.size(1), H, q.stride(0), k.stride(0), v.stride(0),
-        OFFSET=offset, D=D, **DECODE_TILES,
+        OFFSET=offset, WIDTH=width, **DECODE_TILES,
     )  # fmt: skip
     return o
 

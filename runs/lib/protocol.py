@@ -6,18 +6,20 @@ of a sequence into text, and Answers into JSON. An APIError is what a client get
 
 import asyncio
 import codecs
+import itertools
 import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from lib import chat_format, engine, json_answers
+from lib.chat_format import Detokenizer
 from llguidance.tiktoken import lltokenizer_from_encoding
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
@@ -32,80 +34,14 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str = "", code: str | None = None):
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict:
         kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        about = {"param": self.param or None, "code": self.code}
-        return {"error": {"message": str(self), "type": kind, **about}}
+        kind = kinds.get(status, "invalid_request_error")
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, headers)
-
-
-# ---- from ids to what a client sees
-
-
-class Detokenizer:
-    """Turns ids into deltas as they come: (part, text), part "text", "python" or "python_output".
-
-    Characters come out whole, and stop strings do not come out at all: as many characters are kept
-    back as may be the beginning of one.
-    """
-
-    def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
-        self.bytes = tokenizer.bytes
-        self.stops = stops
-        self.keep = max(map(len, stops), default=1) - 1
-        specials = tokenizer.specials
-        self.marks = {specials[name]: name for name in chat_format.CALL_TOKENS if name in specials}
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.part = "text"
-        self.call_closed = False  # the call is written, and a result may follow
-        self.buffer: list[tuple[str, str]] = []  # characters, with their parts
-        self.stopped = False  # by a stop string
-
-    def add(self, token: int, forced: bool) -> list[tuple[str, str]]:
-        """The deltas that a token completes, some of one character; `forced` as in Completion."""
-        mark = self.marks.get(token, "")
-        if not (mark or self.call_closed or self.stops):  # as nearly always
-            text = self.decoder.decode(self.bytes[token])
-            return [(self.part, text)] if text else []
-        if self.call_closed and mark != "<|output_start|>":
-            self.append(b"]")  # a call without a result
-            self.part = "text"
-        self.call_closed = mark == "<|python_end|>"
-        if mark == "<|python_start|>":
-            self.part = "python"
-        elif mark == "<|output_start|>":
-            # A model can write this mark itself; then no result of the calculator follows.
-            self.part = "python_output" if forced else "text"
-        self.append(chat_format.CALL_TOKENS[mark].encode() if mark else self.bytes[token])
-        if mark == "<|output_end|>":
-            self.part = "text"
-        return self.release(self.keep)
-
-    def finish(self) -> list[tuple[str, str]]:
-        """The deltas that remain after the last token."""
-        self.append(b"]" if self.call_closed else b"", final=True)
-        return self.release(0)
-
-    def append(self, utf8: bytes, final: bool = False) -> None:
-        self.buffer += [(self.part, character) for character in self.decoder.decode(utf8, final)]
-
-    def release(self, keep: int) -> list[tuple[str, str]]:
-        """Takes out of the buffer all but `keep` characters, or all before a stop string."""
-        text = "".join(character for _, character in self.buffer)
-        found = [text.find(stop) for stop in self.stops if stop in text]
-        self.stopped = bool(found)
-        end = min(found, default=max(0, len(text) - keep))
-        deltas = self.buffer[:end]
-        self.buffer = self.buffer[end:]
-        return deltas
+        return JSONResponse(self.body, self.status, headers)
 
 
 # ---- requests and their answers
@@ -120,11 +56,11 @@ class Sequence:
     detokenizer: Detokenizer
     silent: bool = False  # only the prompt is shown, and nothing of the answer
     request: "Request | None" = None
-    cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
+    num_cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
     deltas: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
     reason: str = ""  # why it ended: "stop" or "length"
 
-    def take(self, output: engine.StepOutput) -> None:
+    def add_output(self, output: engine.StepOutput) -> None:
         """Turns the id of a step into text. A stop string ends the answer."""
         if output.token is not None and not self.silent:
             self.deltas.extend(self.detokenizer.add(output.token, self.completion.forced[-1]))
@@ -148,7 +84,7 @@ class Request:
     began: float = field(default_factory=time.monotonic)
 
     error: APIError | None = None
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self):
         self.waiting.extend(self.sequences)
@@ -157,9 +93,9 @@ class Request:
 
     async def progress(self) -> None:
         """Waits for news, of however many steps. Raises: APIError"""
-        await self.ready.wait()
-        self.ready.clear()
-        if self.error and not self.done():
+        await self.news.wait()
+        self.news.clear()
+        if self.error and (self.gone or not self.done()):
             raise self.error
 
     def done(self) -> bool:
@@ -239,8 +175,8 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
 class ChatFields(AnswerFields):
     source: ClassVar = "messages"  # the field with the prompt
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int = -1  # as many as fit
-    max_completion_tokens: int | None = None
+    # -1: as many as fit
+    max_tokens: int = Field(-1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
 
@@ -248,7 +184,7 @@ class ChatFields(AnswerFields):
 class TextFields(AnswerFields):
     source: ClassVar = "prompt"
     prompt: Annotated[list[str | Ids], Field(min_length=1), BeforeValidator(as_list)]
-    max_tokens: int = 16
+    max_tokens: int = Field(16, ge=-1)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -264,29 +200,26 @@ class DetokenizeFields(BaseModel, strict=True):
 
 
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
-    """The fields of a request from its JSON. Raises: APIError, about the first that is wrong"""
+    """The fields of a request from its JSON. Raises: APIError, about the first that is wrong or not supported"""
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
         if isinstance(body, dict):  # null is as good as none
             body = {name: value for name, value in body.items() if value is not None}
-            check_supported(body)
-        return kind.model_validate(body)
+        fields = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     except ValueError as error:
         raise APIError(400, f"the request is not valid JSON ({error})") from None
+    else:
+        for name in body.keys() & (UNSUPPORTED | TOOLS):
+            value = body[name]
+            if value and value not in (UNSUPPORTED | TOOLS)[name]:
+                advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
+                raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
+        return fields
     where = ".".join(map(str, first["loc"]))
     found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
     raise APIError(400, f"{where or 'the request'}: {first['msg']}{found}", where)
-
-
-def check_supported(body: dict) -> None:
-    """Raises: APIError, about a field that would change the answer and that this server lacks"""
-    for name, value in body.items():
-        neutral = (UNSUPPORTED | TOOLS).get(name)
-        if neutral is not None and value and value not in neutral:
-            advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
-            raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
 
 
 def shorten(value: Any) -> str:
@@ -313,8 +246,6 @@ class Protocol:
     def prepare_chat(self, data: bytes) -> Request:
         """Checks a request for the next answer of a conversation. Raises: APIError"""
         fields = read_fields(ChatFields, data)
-        if fields.max_completion_tokens is not None:
-            fields.max_tokens = fields.max_completion_tokens
         logprobs = fields.top_logprobs if fields.logprobs else None
         return self.make_request(fields, [self.render(fields.messages)], logprobs)
 
@@ -336,10 +267,6 @@ class Protocol:
             raise APIError(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
             raise APIError(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
-        least = 0 if echo else 1  # with echo, none is the prompt alone
-        if fields.max_tokens < least and fields.max_tokens != -1:
-            wrong = f"max_tokens must be at least {least}, or -1 for as many as fit, found {fields.max_tokens:,}"
-            raise APIError(400, wrong, "max_tokens")
         fields.max_tokens = min(fields.max_tokens, self.limit) if fields.max_tokens >= 0 else self.limit
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
@@ -453,24 +380,35 @@ class Answers:
             choices.append({"index": sequence.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
 
-    def opening(self) -> str:
-        """The first event of a stream for each choice of a chat: its role."""
-        content = {"content": "", "role": "assistant"}
-        sequences = self.request.sequences if self.chat else ()
-        return "".join(self.event(sequence, content, None) for sequence in sequences)
+    async def events(self) -> AsyncIterator[str]:
+        """The answers as server-sent events. What came while the client was slow goes out at once."""
+        sequences = self.request.sequences
+        role = {"content": "", "role": "assistant"}  # the first event of each choice of a chat
+        text = "".join(self.event(sequence, role, None) for sequence in sequences) if self.chat else ""
+        try:
+            while True:
+                is_done = self.request.done()  # read first, as the model's thread goes on
+                text += "".join(self.chunks(sequence) for sequence in sequences)
+                if is_done:
+                    break
+                if text:
+                    yield text
+                text = ""
+                await self.request.progress()
+        except APIError as problem:
+            yield f"data: {json.dumps(problem.body)}\n\n"
+            return
+        body = self.head | {"choices": [], "usage": self.usage()}
+        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
+        yield f"{text}{usage}data: [DONE]\n\n"
 
     def chunks(self, sequence: Sequence) -> str:
-        """The events for what is new of a sequence; deltas of text in a row go together."""
+        """The events for what is new of a sequence; deltas of one part in a row go together."""
         reason = sequence.reason  # read first, as the model's thread sets it after the last delta
-        parts = []
-        while sequence.deltas:
-            part, text = sequence.deltas.popleft()
-            if parts and parts[-1][0] == part == "text":
-                text = parts.pop()[1] + text
-            parts.append((part, text))
-
+        deltas = [sequence.deltas.popleft() for _ in range(len(sequence.deltas))]
         events = []
-        for part, text in parts:
+        for part, group in itertools.groupby(deltas, key=lambda delta: delta[0]):
+            text = "".join(text for _, text in group)
             content = {"content": text} if self.chat else text
             if self.chat and part != "text":
                 content["part"] = part
@@ -486,12 +424,6 @@ class Answers:
         choice = {"index": sequence.index, name: content, "logprobs": logprobs, "finish_reason": reason}
         return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
 
-    def closing(self) -> str:
-        """The end of a stream."""
-        body = self.head | {"choices": [], "usage": self.usage()}
-        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
-        return f"{usage}data: [DONE]\n\n"
-
     def usage(self) -> dict:
         new = sum(len(sequence.completion.tokens) for sequence in self.request.sequences if not sequence.silent)
         # A prompt counts once, however many answers it has.
@@ -501,7 +433,7 @@ class Answers:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.num_cached for sequence in firsts)},
         }
 
     def logprobs(self, sequence: Sequence) -> dict | None:
