@@ -459,11 +459,12 @@ class Server(uvicorn.Server):
             if request.fields.stream:
                 headers = {"Cache-Control": "no-store"}
                 response = StreamingResponse(answers.events(), 200, headers, "text/event-stream")
-            else:
-                while not request.done():
-                    await request.progress()
-                # In a thread, since the JSON of many logprobs takes seconds.
-                response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
+                await response.stream_response(send)  # as watch() is there already
+                return
+            while not request.done():
+                await request.progress()
+            # In a thread, since the JSON of many logprobs takes seconds.
+            response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
             await response(scope, receive, send)
         finally:
             departure.cancel()
