@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from urllib.parse import urlsplit
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -178,6 +179,7 @@ def main() -> int:
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
     access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
     try:
+        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
         model = openai.OpenAI(**access).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**access), model.id)
