@@ -215,7 +215,7 @@ class Remote:
         try:
             self.client = openai.OpenAI(**options)
         except Exception as error:  # of the library beneath, whose class is not openai's
-            raise RunError(f"--endpoint {url} is no web address ({error}); give one like http://127.0.0.1:8000") from None
+            raise RunError(f"--endpoint {url} is no web address ({error}); try http://127.0.0.1:8000") from None
         self.args = args
         self.turns = 0
         self.model = args.model
