@@ -212,7 +212,10 @@ class Remote:
         base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or "none"
         options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
-        self.client = openai.OpenAI(**options)
+        try:
+            self.client = openai.OpenAI(**options)
+        except Exception as error:  # of the library beneath, whose class is not openai's
+            raise RunError(f"--endpoint {url} is no web address ({error}); try http://127.0.0.1:8000") from None
         self.args = args
         self.turns = 0
         self.model = args.model

@@ -13,8 +13,24 @@ import contextlib
 import os
 import sys
 import time
+from urllib.parse import urlsplit
 
-# gradio and openai are imported where they are used, as they take seconds, for which --help should not wait.
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the server [%(default)s]")
+    add("--host", default="127.0.0.1", help="address of the page [%(default)s]; 0.0.0.0: every network")
+    add("--port", type=int, help="of the page (default: the first free one from 7860 on)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for gradio
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
+import gradio as gr
+import openai
 
 SHOW_SECONDS = 0.05  # between two updates of an answer
 CALL_START, CALL_END = "<mark>`", "`</mark>"  # around a call of the calculator
@@ -46,8 +62,6 @@ def sentence(error: Exception) -> str:
 
 async def write(create, fields: dict, dropped: int = 0):
     """An answer as it grows: its text, at the end what there is to say about it, and what went wrong, if anything."""
-    import openai
-
     text, reason, began, shown, is_call = "", "", 0.0, 0.0, False
     try:
         async with await create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
@@ -82,8 +96,6 @@ async def write(create, fields: dict, dropped: int = 0):
 
 def settings(longest: int) -> list:
     """Inputs for what a request says beside its text, in the order of sampling()."""
-    import gradio as gr
-
     return [
         gr.Slider(0, 2, 0.8, step=0.05, label="Temperature"),
         gr.Slider(0, 1, 1, step=0.01, label="Top-p"),
@@ -104,8 +116,6 @@ def sampling(temperature: float, top_p: float, min_p: float, top_k: int, longest
 
 def chat_page(client, model: str):
     """A chat: conversations at the left, settings at the right."""
-    import gradio as gr
-
     async def answer(message: str, history: list[dict], system: str, *values):
         messages = []
         for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
@@ -143,8 +153,6 @@ def chat_page(client, model: str):
 
 def text_page(client, model: str):
     """A text that the model continues."""
-    import gradio as gr
-
     async def complete(text: str, *values):
         fields = {"model": model, "prompt": text, **sampling(*values)}
         async for new, note, error in write(client.completions.create, fields):
@@ -166,24 +174,12 @@ def text_page(client, model: str):
     return demo
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the server [%(default)s]")
-    add("--host", default="127.0.0.1", help="address of the page [%(default)s]; 0.0.0.0: every network")
-    add("--port", type=int, help="of the page (default: the first free one from 7860 on)")
-    return parser.parse_args(argv)
-
-
 def main() -> int:
     args = parse()
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
-    import gradio as gr
-    import openai
-
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
     access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
     try:
+        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
         model = openai.OpenAI(**access).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**access), model.id)

@@ -136,8 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> dict:
-        changes = {"device": args.device, "attention": args.attention, "dtype": args.dtype}
-        run = engine.load_run(args.run_dir, args.step, **changes)
+        run = engine.load_run(args.run_dir, args.step, args.device, attention=args.attention, dtype=args.dtype)
         result = check(run) if args.check else sample(run, args)
         return result | {"run_dir": str(args.run_dir)}
 

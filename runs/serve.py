@@ -366,10 +366,11 @@ class Worker(threading.Thread):
 # ---- the HTTP handlers
 
 
-class Server:
-    """The model, the requests that it understands, and the HTTP handlers."""
+class Server(uvicorn.Server):
+    """The model, the requests that it understands, and the HTTP handlers. Raises: RunError if the model does not run"""
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
+        self.drain = args.drain
         run = engine.load_run(run_dir, args.step, args.device)
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
@@ -406,7 +407,26 @@ class Server:
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         app = Starlette(routes=routes, exception_handlers=handlers)
         gate = Gate(app, hosts, origins, args.api_key, paths, self.worker.metrics.requests)
-        self.app = CORSMiddleware(gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app = CORSMiddleware(gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+        # The worker is warm before anyone can connect.
+        self.worker.start()
+        self.worker.warm.wait()
+        if self.worker.error:
+            raise RunError(f"the model does not run: {first_line(self.worker.error)}")
+        sys.setswitchinterval(SWITCH_SECONDS)
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            backlog=BACKLOG,
+            limit_concurrency=MAX_CONNECTIONS,
+            log_level="info" if args.access_log else "error",
+            access_log=args.access_log,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=int(args.drain) + 2,
+        )
+        super().__init__(config)
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -439,11 +459,12 @@ class Server:
             if request.fields.stream:
                 headers = {"Cache-Control": "no-store"}
                 response = StreamingResponse(answers.events(), 200, headers, "text/event-stream")
-            else:
-                while not request.done():
-                    await request.progress()
-                # In a thread, since the JSON of many logprobs takes seconds.
-                response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
+                await response.stream_response(send)  # as watch() is there already
+                return
+            while not request.done():
+                await request.progress()
+            # In a thread, since the JSON of many logprobs takes seconds.
+            response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
             await response(scope, receive, send)
         finally:
             departure.cancel()
@@ -456,6 +477,19 @@ class Server:
         self.worker.withdraw(request)
         request.error = APIError(499, "the client left")
         request.news.set()
+
+    def handle_exit(self, signum, frame) -> None:
+        """Of a signal: the process ends in any case, even if a thread hangs."""
+        super().handle_exit(signum, frame)
+        last = threading.Timer(self.drain + EXIT_SECONDS, os._exit, (1,))
+        last.daemon = True
+        last.start()
+
+    async def shutdown(self, sockets=None) -> None:
+        self.worker.draining = True
+        asyncio.get_running_loop().call_later(self.drain, self.worker.stop)
+        await super().shutdown(sockets)
+        self.worker.stop()
 
 
 async def read_body(http_request: HTTPRequest) -> bytes:
@@ -541,26 +575,6 @@ async def failure(http_request: HTTPRequest, error: Exception) -> Response:
 # ---- the command line
 
 
-class HTTPServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: Worker, drain: float):
-        super().__init__(config)
-        self.worker = worker
-        self.drain = drain
-
-    def handle_exit(self, signum, frame) -> None:
-        """Of a signal: the process ends in any case, even if a thread hangs."""
-        super().handle_exit(signum, frame)
-        last = threading.Timer(self.drain + EXIT_SECONDS, os._exit, (1,))
-        last.daemon = True
-        last.start()
-
-    async def shutdown(self, sockets=None) -> None:
-        self.worker.draining = True
-        asyncio.get_running_loop().call_later(self.drain, self.worker.stop)
-        await super().shutdown(sockets)
-        self.worker.stop()
-
-
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on an address. Raises: RunError"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -571,36 +585,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise RunError(f"cannot listen on {host} port {port} ({reason}); choose another --host or --port") from None
 
 
-def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
-    """Starts the worker and waits until it is warm. Raises: RunError if the model does not run"""
-    server.worker.start()
-    server.worker.warm.wait()
-    if problem := server.worker.error:
-        raise RunError(f"the model does not run: {first_line(problem)}")
-    sys.setswitchinterval(SWITCH_SECONDS)
-    config = uvicorn.Config(
-        server.app,
-        ws="none",
-        lifespan="off",
-        backlog=BACKLOG,
-        limit_concurrency=MAX_CONNECTIONS,
-        log_level="info" if args.access_log else "error",
-        access_log=args.access_log,
-        timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=int(args.drain) + 2,
-    )
-    return HTTPServer(config, server.worker, args.drain)
-
-
 def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def start_page(host: str, port: int, api_key: str | None) -> None:
-    """Starts the web page as a process of its own, which prints its address once ready, and ends with this one."""
-    url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-    environment = {**os.environ, "OPENAI_API_KEY": api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
-    subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
 
 
 def main() -> int:
@@ -610,7 +596,6 @@ def main() -> int:
             raise RunError("--api-key is empty; name a key, or leave it out")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
-        http = http_server(server, args)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -624,11 +609,13 @@ def main() -> int:
         print(note, file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles them while it runs, and raises them again once it is done.
-        signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
+        signal.signal(signum, lambda *_: setattr(server, "should_exit", True))
     print(f"{server.name}: {base_url(host, port)} ({sizes})", flush=True)
-    if args.page:
-        start_page(host, port, args.api_key)
-    http.run(sockets=[listening])
+    if args.page:  # a process that prints its address once it is ready, and ends with this one
+        url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        environment = {**os.environ, "OPENAI_API_KEY": args.api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
+        subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
+    server.run(sockets=[listening])
     server.worker.join(10)
     return 0
 

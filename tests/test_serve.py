@@ -50,11 +50,10 @@ class Running:
         args = serve.parse([str(folder), "--device", "cpu", "--port", "0", *flags])
         listening = serve.bind(args.host, args.port)
         self.server = serve.Server(folder, args)
-        self.http = serve.http_server(self.server, args)
         self.worker, self.decoder = self.server.worker, self.server.worker.decoder
-        self.thread = threading.Thread(target=self.http.run, args=([listening],))
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
-        until(lambda: self.http.started)
+        until(lambda: self.server.started)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
         self.chat, self.text = self.client.chat.completions.create, self.client.completions.create
@@ -70,7 +69,7 @@ class Running:
         return self
 
     def __exit__(self, *_):
-        self.http.should_exit = True
+        self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
         self.worker.join(20)

@@ -851,9 +851,18 @@ class Decoder:
         return PendingStep(dict(completions), sampled, done, logprobs)
 
     def sample_step(self, kind: StepKind, logits: Tensor) -> None:
-        """The part of a step after its logits (B, V); it writes the ids of the next step into RowState."""
+        """The part of a step after its logits (B, V), which writes the ids that go in next into RowState."""
         state = self.state
-        sampled = self.next_tokens(logits, kind)
+        scores = logits.masked_fill(state.forbidden, -math.inf) if kind.masks else logits
+        if kind.processors:
+            scores = state.process_logits(scores)
+        if kind.num_sorted == GREEDY:
+            sampled = scores.argmax(-1)
+        else:
+            cuts = (state.temperature, state.top_k, state.top_p)
+            noise = (state.seeds, state.positions)
+            min_p = state.min_p if kind.processors else None
+            sampled = self.sample(scores, *cuts, *noise, kind.num_sorted, min_p)
 
         # The largest of numbers with NaN among them is NaN, so NaN is what was sampled.
         broken = logits.gather(1, sampled[:, None])[:, 0].isnan()
@@ -861,21 +870,6 @@ class Decoder:
         state.previous.copy_(state.tokens)
         state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
-
-    def next_tokens(self, logits_BV: Tensor, kind: StepKind) -> Tensor:
-        """The next id of each row, (B,): the one place where logits become ids."""
-        state = self.state
-        if kind.masks:
-            logits_BV = logits_BV.masked_fill(state.forbidden, -math.inf)
-        if kind.num_sorted == GREEDY:
-            return logits_BV.argmax(-1)
-        min_p = None
-        if kind.processors:
-            logits_BV = state.process_logits(logits_BV)
-            min_p = state.min_p
-        cuts = (state.temperature, state.top_k, state.top_p)
-        noise = (state.seeds, state.positions)
-        return self.sample(logits_BV, *cuts, *noise, kind.num_sorted, min_p)
 
     def finish(self, pending: PendingStep) -> list[StepOutput]:
         """Reads the ids of a step and gives them to its completions."""
