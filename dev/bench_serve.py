@@ -341,7 +341,7 @@ def say_anything(engine, seconds: float) -> None:
 
     engine.decode = decode
     engine.sample = sample
-    engine.prefill = lambda *work: None
+    engine.prefill = lambda *work, **options: None
 
 
 @contextlib.contextmanager

@@ -78,9 +78,9 @@ def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch)
     chat, texts = make(system=system, context=256), []
     backend, fed, prefill = chat.backend, [], engine.prefill
 
-    def counted(model, cache, rows, starts, texts, weights):
+    def counted(model, cache, rows, starts, texts, *more, **options):
         fed.append(len(texts[0]) - starts[0])
-        prefill(model, cache, rows, starts, texts, weights)
+        prefill(model, cache, rows, starts, texts, *more, **options)
 
     monkeypatch.setattr(engine, "prefill", counted)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):

@@ -90,7 +90,7 @@ def take_step(now) -> ts.Batch:
 
 def test_it_learns(setup):
     """In 36 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
-    now = setup("--steps", 36, "--prompts", 16, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
+    now = setup("--steps", 36, "--prompts", 32, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
     now.state.micro_packs = 16  # in a micro-batch: all of a step
     before = greedy(now)
     for _ in range(36):
