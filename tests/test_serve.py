@@ -242,7 +242,7 @@ def test_sampling_follows_the_seed(talker):
 
     texts = [ask(seed=seed).choices[0].message.content for seed in (1, 1, 2, -(2**63), 2**63 - 1)]
     assert texts[0] == texts[1] and len(set(texts)) == 4
-    assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is sampled"
+    assert len({ask().choices[0].message.content for _ in range(6)}) > 1, "without a seed it is sampled"
     default = talker.chat(model="talker", messages=HELLO, max_tokens=20, seed=3).choices[0].message.content
     usual = engine.Completion
     wanted = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
@@ -711,7 +711,9 @@ def test_a_dead_model_thread(runs, what, capfd):
     """Whatever fails outside of the model: requests under way and later ones get 503 at once, and it ends cleanly."""
     with Running(runs[True], "--rows", "2") as running, ThreadPoolExecutor(1) as pool:
         with gate(running) as steps:
-            under_way = pool.submit(running.post, {"messages": HELLO, "max_tokens": 50, "n": 2})
+            endless = {str(id): -100 for id in running.server.tokenizer.specials.values()}
+            body = {"messages": HELLO, "max_tokens": 50, "n": 2, "logit_bias": endless}
+            under_way = pool.submit(running.post, body)
             until(lambda: len(running.worker.sequences) == 2)
             with mock.patch.object(running.worker, what, side_effect=SystemError):
                 steps.release(100)
