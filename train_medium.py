@@ -35,15 +35,15 @@ dev/LOG.md. What differs, and why:
     one table for input and output   two; `tied` makes them one       one is better up to 94 M tokens; longer
                                                                       recipes part them (modded-nanogpt
                                                                       medium after 360 M)
-    5 value embedding tables         12, in every other layer         nanochat's best transfer; sharing them
+    4 value embedding tables         12, in every other layer         nanochat's best transfer; sharing them
                                                                       all failed
     tables updated a step late       at once                          a step of 1 s hides it, with less memory
     bigram embedding                 off                              its gain fades: none for nanochat at
                                                                       25 layers
     mixing before the last layer     off                              measured in short runs only
-    layer 6 without attention        attention in all layers          would save little; banks shard evenly
-    one input for last 3 attentions  each its own                     found at 11 layers
-    2 long windows of 10             every fourth layer and the last  nanochat's SSSL
+    layers 4, 6, 9 have no attention attention in all layers          would save little; banks shard evenly
+    one input for last 2 attentions  each its own                     found at 11 layers
+    2 long windows of 8              every fourth layer and the last  nanochat's SSSL
     scalars on V, O and down         none                             worth next to nothing there
     residual scalar per sub-layer    one per layer, 1.15 to 1.05      nanochat's at this depth
     input only in the first layer    and 0.20 to 0.05 of it in each   nanochat's; at 11 layers it began at 0 and
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     set_up_compilers()
     # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
     helper = Path(__file__).parent / "dev/kernel_cache.py"
-    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", ""))
+    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     if is_cold and helper.is_file() and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True, **quiet)
@@ -1040,7 +1040,7 @@ class GPT(nn.Module):
         """What the last layer adds to its values and to its stream, (T, D) each.
 
         Both are sums of input, middle and stream, with factors that each token computes for itself
-        and that start at 0 (arXiv 2502.12170, record 81).
+        and that start at 0, but for the input in the values (arXiv 2502.12170, record 81).
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
         w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)

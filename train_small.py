@@ -83,7 +83,7 @@ if __name__ == "__main__":
     set_up_compilers()
     # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
     helper = Path(__file__).parent / "dev/kernel_cache.py"
-    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR", ""))
+    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     if is_cold and helper.is_file() and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True, **quiet)
@@ -934,7 +934,7 @@ class GPT(nn.Module):
         """What the last layer adds to its values and to its stream, (T, D) each.
 
         Both are sums of input, middle and stream, with factors that each token computes for itself
-        and that start at 0 (arXiv 2502.12170, record 81).
+        and that start at 0, but for the input in the values (arXiv 2502.12170, record 81).
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
         w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)

@@ -651,8 +651,8 @@ class PendingStep(NamedTuple):
 class Decoder:
     """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
 
-    On CUDA a step is two graphs. `compile` also fuses their work, which costs half a minute at the first step.
-    A Decoder is for one thread.
+    On CUDA a step is two graphs. `compile` also fuses their work and that of prefills, which costs half a minute or
+    more. A Decoder is for one thread.
 
     With `overlap`, as on CUDA, the next step is launched before the tokens of the last are read, so that the
     device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
@@ -758,8 +758,8 @@ class Decoder:
         """As the function prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
         bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
         if self.prefill_graphs is None or bucket is None:
-            inputs = (rows, num_cached, sequences, self.layer_weights)
-            return prefill(self.model, self.cache, *inputs, run=self.run_prefill)
+            weights = self.layer_weights
+            return prefill(self.model, self.cache, rows, num_cached, sequences, weights, self.run_prefill)
         inputs = prefill_inputs(self.model, self.cache, rows, num_cached, sequences, bucket)
         if bucket not in self.graph_inputs:
             flat = torch.empty_like(inputs.flat(), device=self.model.embed.device)
