@@ -82,7 +82,7 @@ CARD = LIB / "export_card.md"
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
     "window_short window_long attention_scale rotary_base no_attention_layers long_layers key_offset_layers "
-    "value_embed_layers shared_input_from gate_width bigram_rows backout_layer mix_width"
+    "value_embed_layers shared_input_from gate_width bigram_rows trigram_rows backout_layer mix_width"
 ).split()
 
 
@@ -124,7 +124,7 @@ def layer_scalars(model, layer: int) -> dict[str, Tensor]:
         if layer in c.attention_layers:
             found["resid_attn"] = model.scalars[0, layer]
     if c.bigram_rows:
-        found["share_bigram"] = model.scalars[1 if is_medium else 5, layer]
+        found["share_ngram"] = model.scalars[1 if is_medium else 5, layer]
     return found
 
 
@@ -141,8 +141,11 @@ def convert_weights(model) -> dict[str, Tensor]:
     if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
     if c.bigram_rows:
-        tensors["model.bigram.embed.weight"] = model.bigram_embed
-        tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
+        tensors["model.ngram.pairs.weight"] = model.bigram_embed
+        tensors["model.ngram.signs"] = model.bigram_signs.to(torch.int8)
+    if c.trigram_rows:
+        tensors["model.ngram.triples.weight"] = model.trigram_embed
+        tensors["model.ngram.out_proj.weight"] = model.trigram_proj
     if c.backout_layer >= 0:
         tensors["model.scalars.backout"] = model.scalars[-1, :1]
     if c.mix_width:

@@ -102,7 +102,8 @@ def decoding_error(model, tokenizer) -> float:
     engine.prefill(model, cache, [0], [first], [ids[:second]])
     found = []
     for i in range(second, length):
-        inputs = (tokens_T[i : i + 1], tokens_T[i - 1 : i], positions_T[i : i + 1])
+        previous_2T = tokens_T[i - 2 : i].flip(0)[:, None]
+        inputs = (tokens_T[i : i + 1], previous_2T, positions_T[i : i + 1])
         found.append(engine.decode(model, cache, *inputs))
 
     expected = expected[second:, :vocab_size].double()

@@ -339,8 +339,9 @@ def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
         first = inputs.first_2T[int(layer in config.long_layers)]
         return branch_attention(q, k, v, first, inputs.skip_T, inputs.branch_T, 1.0)
 
-    previous_T = inputs.tokens_T[inputs.previous_T]
-    hidden = model.trunk(inputs.tokens_T, previous_T, inputs.positions_T, attend)
+    before_T = inputs.previous_T[inputs.previous_T]
+    previous_2T = inputs.tokens_T[torch.stack((inputs.previous_T, before_T))]
+    hidden = model.trunk(inputs.tokens_T, previous_2T, inputs.positions_T, attend)
 
     # In parts, which bounds the memory of the logits.
     nats = []

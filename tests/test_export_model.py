@@ -27,7 +27,7 @@ KINDS = {
     "small": lambda: tiny_config(**SIZES),
     "medium": lambda: tiny_medium(**SIZES),
     "plain": lambda: tiny_config(**SIZES, **PLAIN),  # without all that can be switched off
-    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, mix_width=8),
+    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, trigram_ratio=2.5, mix_width=8),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_new_model(exported):
             losses.append(model(ids, labels=ids).loss.item())
     assert losses[0] == losses[2] != losses[1] and all(abs(loss - math.log(900)) < 0.5 for loss in losses)
     if exported.model.config.bigram_rows:
-        assert model.model.bigram.signs.abs().eq(1).all() and model.model.bigram.signs.float().mean().abs() < 0.1
+        assert model.model.ngram.signs.abs().eq(1).all() and model.model.ngram.signs.float().mean().abs() < 0.1
     if not exported.model.config.tie_word_embeddings:
         assert model.lm_head.weight.std() > 0
 
@@ -296,7 +296,7 @@ def test_16_bits(bpe, tmp_path):
     export_run(run_dir, tmp_path / "model", "--dtype", "bfloat16")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     kinds = {name: tensor.dtype for name, tensor in stored.items()}
-    assert kinds.pop("model.bigram.signs") == torch.int8
+    assert kinds.pop("model.ngram.signs") == torch.int8
     assert {kind for name, kind in kinds.items() if ".scalars." in name} == {torch.float32}
     assert {kind for name, kind in kinds.items() if ".scalars." not in name} == {torch.bfloat16}
     model = export_model.DecoderStackForCausalLM.from_pretrained(tmp_path / "model")

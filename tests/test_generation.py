@@ -60,8 +60,10 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
 # name in engine, and what is wrong with it; the first argument is the right one
 FAULTS = {
     "position": ("decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
-    "previous": ("decode", lambda decode, model, cache, tokens, _, positions: decode(
-        model, cache, tokens, tokens, positions)),
+    "previous": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+        model, cache, tokens, torch.stack((tokens, previous[1])), positions)),
+    "before": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+        model, cache, tokens, previous[[0, 0]], positions)),
     "no offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], False)),
     "offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], True)),
     "window": ("make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
@@ -83,7 +85,7 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
 @pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
 def test_wrong_decoding_is_found(dataset, monkeypatch, name, fault, dtype, medium):
     """A wrong position, previous token, key offset or window is refused, also where rounding could hide it."""
-    config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 1.0),), bigram_rows=500)
+    config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 1.0),), bigram_rows=500, trigram_ratio=2.5)
     run = run_of(random_model(config), dtype, tokenizer=dataset.tokenizer)
     assert sample_script.check(run)["decoding_error"] < sample_script.EXACT_TOLERANCE / 3
     assert sample_script.decoding_error(run.model, run.tokenizer) < sample_script.ROUNDED_TOLERANCE / 3
@@ -171,11 +173,11 @@ def feed(model, cache, sequences, done, counts) -> torch.Tensor:
         if rows:  # all but the last token
             beginnings = [sequences[row][: ends[row] - 1] for row in rows]
             engine.prefill(model, cache, rows, [done[row] for row in rows], beginnings)
-        steps = [(ids[end - 1], ids[end - 2] if end > 1 else 7, end - 1 if n else -1)
+        steps = [(*[7, 7, *ids[:end]][:-4:-1], end - 1 if n else -1)
                  for ids, end, n in zip(sequences, ends, counts, strict=True)]  # fmt: skip
-        tokens, previous, positions = torch.tensor(steps).unbind(1)
+        tokens, *previous, positions = torch.tensor(steps).unbind(1)
         done[:] = ends
-        return engine.decode(model, cache, tokens, previous, positions.int())
+        return engine.decode(model, cache, tokens, torch.stack(previous), positions.int())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -34,12 +34,15 @@ class Repeated:
                 if grad is not None:
                     grad.copy_(p.grad if fresh else grad + p.grad)
                 p.grad = before
-            for old, new in zip((nats, *rows), (new_nats, *new_rows), strict=True):
+            nats.copy_(new_nats)
+            for old, new in zip(sum(rows, ()), sum(new_rows, ()), strict=True):
                 old.copy_(new)
 
         self.replay = repeat
-        rows.index_T.fill_(-1)
-        return nats.fill_(float("nan")), ts.BigramRows(rows.index_T, rows.rows_TD.fill_(float("nan")))
+        for index_T, rows_TC in rows:
+            index_T.fill_(-1)
+            rows_TC.fill_(float("nan"))
+        return nats.fill_(float("nan")), rows
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ NAMES = """
 @SCRIPTS
 def test_interface_names_exist(module):
     """Each name once, and all of them in both scripts; and what tools ask of a GPT object."""
-    assert module.INTERFACE == 8
+    assert module.INTERFACE == 9
     assert len(set(NAMES)) == len(NAMES)
     assert [name for name in NAMES if not hasattr(module, name)] == []
     model = module.GPT(tiny_config() if module is ts else tiny_medium())

@@ -18,7 +18,8 @@ ONE_STAGE = (1.0, 2, 1.0)
 TECHNIQUES = {
     "key_offset": ({}, {"key_offset_layers": ()}),
     "value_embed": ({}, {"value_embed_layers": ()}),
-    "bigram": ({}, {"bigram_rows": 0}),
+    "bigram": ({"trigram_ratio": 0.0}, {"bigram_rows": 0}),
+    "trigram": ({}, {"trigram_ratio": 0.0}),
     "shared_input": ({}, {"shared_input_from": 3}),
     "backout": ({}, {"backout_layer": -1}),
     "mix": ({}, {"mix_width": 0}),
@@ -34,6 +35,7 @@ MEDIUM = {
     "key_offset": ({}, {"key_offset": False}),
     "value_embed": ({}, {"value_embeds": False}),
     "bigram": ({"bigram_rows": 500}, {}),
+    "trigram": ({"bigram_rows": 500, "trigram_ratio": 2.5}, {"bigram_rows": 500}),
     "x0_injection": ({}, {"x0_injection": False}),
     "backout": ({}, {"backout": False}),
     "mix": ({"mix_width": 64}, {}),
@@ -222,7 +224,7 @@ def test_every_parameter_gets_a_gradient(config):
     model = random_model(config)
     model(*pack(random_documents((60, 60))))[0].backward()
     for name, param in model.named_parameters():
-        if name not in ("scalars", "embed", "value_embed", "bigram_embed"):
+        if name not in ("scalars", "embed", "value_embed", "bigram_embed", "trigram_embed"):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
             assert (parts.abs().amax(1) > 0).all(), name
     with_attention = [True, True, False, True]  # layer 2 has none, the last row holds the scalar of the whole model
@@ -231,7 +233,7 @@ def test_every_parameter_gets_a_gradient(config):
     if config is CONFIGS["medium"]:  # no bigram embedding
         rows = [[True] * 4, [False] * 4, [True, False, False, False]]
     assert (model.scalars.grad != 0).tolist() == rows
-    for name in {"embed", "value_embed", "bigram_embed"} & dict(model.named_parameters()).keys():
+    for name in {"embed", "value_embed", "bigram_embed", "trigram_embed"} & dict(model.named_parameters()).keys():
         assert (model.get_parameter(name).grad != 0).any(), name
 
 
@@ -252,15 +254,19 @@ def test_offset_keys_by_hand():
     assert found[:, 0].tolist() == [[0, 1, 2, 3], [4, 5, 2, 3], [8, 9, 10, 11]]
 
 
-def test_bigram_rows_and_signs():
-    """Which rows of the table and of the signs a text reads, by hand; the last row stands for the first token."""
+def test_ngram_rows_and_signs():
+    """Which rows of tables and signs a text reads, by hand; the last row stands for tokens with too few before them."""
     model, (document,) = random_model(config_of({})), random_documents((30,))
     pairs = list(zip(document[:-2], document[1:-1], strict=True))  # (previous, token) of every input but the first
     model(*pack([document]))[0].backward()
     touched = model.bigram_embed.grad.abs().sum(1).nonzero()[:, 0].tolist()
     assert touched == sorted({((36313 * t) ^ (27191 * p)) % 499 for p, t in pairs} | {499})
+    triples = list(zip(document[:-3], document[1:-2], document[2:-1], strict=True))
+    touched = model.trigram_embed.grad.abs().sum(1).nonzero()[:, 0].tolist()
+    assert touched == sorted({((36313 * t) ^ (27191 * p) ^ (51787 * q)) % 1249 for q, p, t in triples} | {1249})
     assert set(model.bigram_signs.unique().tolist()) == {-1.0, 1.0}
-    before, read = logits(model, document[:-1]), sorted({(t ^ p) % 8192 for p, t in pairs} | {0})
+    read = {0, *((t ^ p) % 8192 for p, t in pairs), *((t ^ (3 * p) ^ (7 * q)) % 8192 for q, p, t in triples)}
+    before, read = logits(model, document[:-1]), sorted(read)
     signs = torch.zeros_like(model.bigram_signs)
     signs[read] = model.bigram_signs[read]
     model.bigram_signs.copy_(signs)  # the others may be anything

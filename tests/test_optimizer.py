@@ -138,7 +138,7 @@ def test_sparse_gradient_in_steps(late):
             if sparse:
                 _, rows = ts.micro_step(state, ts.MicroBatch(*batch), torch.tensor(0.01))
                 assert model.bigram_embed.grad is None
-                ts.set_sparse_gradient(model, [rows])
+                ts.set_sparse_gradients(model, [rows])
             else:
                 (model(*batch)[0] * 0.01).backward()
             assert optimizer.step(1.0, 0.9)
@@ -155,7 +155,8 @@ def test_every_parameter_has_a_policy(config):
     assert names <= set(table)
     assert {slot.name for slot in script(config).build_optimizer(model, config).slots} == names
     assert {n for n in names if table[n].optimizer == "normuon"} == {n for n in names if n.endswith("_bank")}
-    assert {n for n in names if table[n].optimizer == "rmsprop"} == names & {"bigram_embed", "value_embed"}
+    tables = {"bigram_embed", "trigram_embed", "value_embed"}
+    assert {n for n in names if table[n].optimizer == "rmsprop"} == names & tables
     betas = {"normuon": 0, "rmsprop": 1, "adam": 2}
     assert all(len(p.betas) == betas[p.optimizer] and p.lr_mult > 0 and p.weight_decay >= 0 for p in table.values())
 

@@ -286,7 +286,7 @@ def test_micro_batches_do_not_change_the_step(dataset, packs):
         weights.append(state.optimizer.weights())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for name in weights[0]:
-        if name not in ("bigram_embed", "value_embed", "embed"):  # Adam's first steps are signs: rounding flips some
+        if not name.endswith("embed"):  # Adam's first steps are signs: rounding flips some
             torch.testing.assert_close(weights[0][name], weights[1][name], atol=2e-3, rtol=0)
 
 

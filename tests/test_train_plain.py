@@ -22,8 +22,8 @@ STEPS = 20
 def plain_config(config: ts.Config) -> plain.Config:
     """The same recipe for train_plain, of what conftest.TINY sets."""
     same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
-            "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "max_seq_len", "window_short",
-            "window_long", "pack_tokens", "pack_docs")  # fmt: skip
+            "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "trigram_rows", "max_seq_len",
+            "window_short", "window_long", "pack_tokens", "pack_docs")  # fmt: skip
     fields = {name: getattr(config, name) for name in same}
     stages = tuple(plain.Stage(*row) for row in config.stages)
     return plain.Config(**fields, vocab_size=config.padded_vocab, steps=config.num_steps, stages=stages)
@@ -49,9 +49,10 @@ def randomise(state) -> None:
 def copy_weights(small, model) -> None:
     """Writes all weights of train_small's model into that of train_plain, whose banks hold a row for every layer."""
     layers = list(small.config.attention_layers)
-    scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
+    scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_ngram")
     with torch.no_grad():
-        for name in ("embed", "bigram_embed", "bigram_signs", "value_gate", "mix_in", "mix_out"):
+        names = ("embed", "bigram_embed", "bigram_signs", "trigram_embed", "trigram_proj", "value_gate")
+        for name in (*names, "mix_in", "mix_out"):
             getattr(model, name).copy_(getattr(small, name))
         model.value_embed.copy_(small.value_embed.view_as(model.value_embed))
         model.qk[layers] = small.qk_bank.view_as(model.qk[layers])

@@ -51,8 +51,8 @@ except ImportError:
     triton = tl = None
 jit = triton.jit if triton else (lambda function: function)
 
-INTERFACE = 8  # of the training scripts that this file can read
-PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a batch of its own
+INTERFACE = 9  # of the training scripts that this file can read
+PREFILL_TOKENS = 65536  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
 # ==== Load
@@ -241,13 +241,14 @@ class PrefillInputs(NamedTuple):
 
     tokens: Any  # (T,) new ids of all sequences, and padding
     previous: Any  # (T,) the id before each
+    before: Any  # (T,) and the one before that
     positions: Any  # (T,)
     first_new: Any  # (N,) index of each sequence's first new id among the T
     last_new: Any  # (N,)
     plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
 
     def arrays(self) -> list:
-        return [*self[:5], *self.plans[0], *self.plans[1]]
+        return [*self[:6], *self.plans[0], *self.plans[1]]
 
     def flat(self) -> Tensor:
         """All arrays behind each other, so that one copy brings them to the device."""
@@ -256,8 +257,8 @@ class PrefillInputs(NamedTuple):
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
         parts = flat.split([len(array) for array in self.arrays()])
-        half = 5 + len(RingPlan._fields)
-        return PrefillInputs(*parts[:5], (RingPlan(*parts[5:half]), RingPlan(*parts[half:])))
+        half = 6 + len(RingPlan._fields)
+        return PrefillInputs(*parts[:6], (RingPlan(*parts[6:half]), RingPlan(*parts[half:])))
 
 
 class PrefillBucket(NamedTuple):
@@ -333,12 +334,14 @@ def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucke
 
 def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> PrefillInputs:
     """The inputs of a prefill in arrays, padded to a bucket if there is one; arguments as for prefill."""
-    # The new ids of all sequences, and the id before each; 0 before a sequence, where no layer reads it.
+    # The new ids of all sequences, and the two ids before each; 0 before a sequence, where no layer reads it.
     tokens = []
     previous = []
+    before = []
     for start, sequence in zip(num_cached, sequences, strict=True):
         tokens += sequence[start:]
         previous += [0, *sequence[:-1]][start:]
+        before += [0, 0, *sequence[:-2]][start : len(sequence)]
 
     # Padding is one more sequence; sdpa_attention works in blocks of equal size.
     padding = (bucket.new if bucket else -(-len(tokens) // 128) * 128) - len(tokens)
@@ -357,6 +360,7 @@ def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> Pr
     return PrefillInputs(
         tokens=pad(tokens, len(positions), 0),
         previous=pad(previous, len(positions), 0),
+        before=pad(before, len(positions), 0),
         positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
         first_new=pad(cu_new[:count], most, cu_new[0]),
         last_new=pad(cu_new[1 : count + 1] - 1, most, cu_new[1] - 1),
@@ -398,7 +402,8 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
             keys[plan.next_slots, :, half:] = own_keys[inputs.last_new, :, half:]
         return y
 
-    return model.trunk(inputs.tokens, inputs.previous, inputs.positions, attend, layer_weights)
+    previous_2T = torch.stack((inputs.previous, inputs.before))
+    return model.trunk(inputs.tokens, previous_2T, inputs.positions, attend, layer_weights)
 
 
 def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None, run=run_prefill) -> Tensor:
@@ -427,11 +432,11 @@ def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
 # ==== Decode
 
 
-def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weights=None) -> Tensor:
+def decode(model, cache: KVCache, tokens_B, previous_2B, positions_B, layer_weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
-    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int (B,), -1 for idle rows, of
-             which nothing changes; layer_weights as for prefill
+    Args:    tokens_B int (B,), the ids; previous_2B the id before each, and the one before that; positions_B int (B,),
+             -1 for idle rows, of which nothing changes; layer_weights as for prefill
     Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
     """
 
@@ -440,7 +445,7 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weigh
         rings = (cache.keys[index], cache.values[index])
         return decode_attention(q, k, v, *rings, positions_B, offset)
 
-    hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, layer_weights)
+    hidden = model.trunk(tokens_B, previous_2B, positions_B.clamp(min=0), attend, layer_weights)
     return model.logits(hidden)
 
 
@@ -867,7 +872,8 @@ class Decoder:
         # The largest of numbers with NaN among them is NaN, so NaN is what was sampled.
         broken = logits.gather(1, sampled[:, None])[:, 0].isnan()
         state.sampled.copy_(sampled).masked_fill_(broken, NOT_FINITE)
-        state.previous.copy_(state.tokens)
+        state.previous[1].copy_(state.previous[0])
+        state.previous[0].copy_(state.tokens)
         state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
 
@@ -933,11 +939,12 @@ class RowState:
     """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
-        # The id that goes in next, the id before it, the position of the former (-1: the row is idle), and options.
+        # The id that goes in next, the two before it, the position of the first (-1: the row is idle), and options.
         padded = -(-num_rows // 4) * 4  # so that each begins at a multiple of 16 bytes, else compiled code copies it
-        self.integers = torch.zeros(5, padded, dtype=torch.long, device=device)[:, :num_rows]
+        self.integers = torch.zeros(6, padded, dtype=torch.long, device=device)[:, :num_rows]
         self.numbers = torch.zeros(5, padded, device=device)[:, :num_rows]
-        self.tokens, self.previous, self.positions, self.top_k, self.seeds = self.integers
+        self.tokens, _, _, self.positions, self.top_k, self.seeds = self.integers
+        self.previous = self.integers[1:3]
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency = self.numbers
         self.positions.fill_(-1)
         self.sampled = torch.zeros_like(self.tokens)  # the id that the last step sampled, or NOT_FINITE
@@ -952,8 +959,8 @@ class RowState:
         numbers = []
         for c in completions.values():
             ids = c.all_tokens()
-            previous = ids[-2] if len(ids) > 1 else 0
-            integers.append((ids[-1], previous, len(ids) - 1, c.top_k, c.seed % 2**32))
+            before, previous, last = [0, 0, *ids][-3:]
+            integers.append((last, previous, before, len(ids) - 1, c.top_k, c.seed % 2**32))
             # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
             top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
             penalties = (c.presence_penalty, c.frequency_penalty)

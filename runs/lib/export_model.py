@@ -5,7 +5,7 @@ has beyond that, each switched on or off by the configuration:
 
     key offset        half of each key comes from the token before
     value embeddings  tables that add to the values, through a gate for each head
-    bigrams           an embedding of each pair of tokens, found by a hash
+    n-grams           embeddings of the last two and three tokens, found by a hash
     injection         the embeddings are added to the residual stream again in each layer
     backout           a share of a middle layer's output is subtracted at the end
     mix               the last layer's values and stream get sums of input, middle and stream
@@ -25,7 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-SIGN_ROWS = 8192  # signs of the bigram embedding
+SIGN_ROWS = 8192  # signs of the n-gram embeddings
+TRIGRAM_WIDTH = 128  # at most
 
 
 class DecoderStackConfig(PretrainedConfig):
@@ -62,7 +63,8 @@ class DecoderStackConfig(PretrainedConfig):
     # The residual stream.
     injects_first: bool = False  # before attention; otherwise between attention and MLP
     x0_injection: bool = True
-    bigram_rows: int = 0  # 0: no bigram embedding
+    bigram_rows: int = 0  # 0: no n-gram embeddings
+    trigram_rows: int = 0
     backout_layer: int = -1  # -1: no backout
     mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
 
@@ -116,22 +118,35 @@ class Gate(nn.Module):
         return torch.sigmoid(F.linear(x[..., : self.weight.size(1)], self.weight))
 
 
-class BigramEmbedding(nn.Module):
-    """An embedding for each pair of tokens: a row by one hash, its signs by another."""
+class NgramEmbedding(nn.Module):
+    """Embeddings of the last two and the last three tokens: a row by one hash, its signs by another."""
 
-    def __init__(self, rows: int, width: int):
+    def __init__(self, config: DecoderStackConfig):
         super().__init__()
-        self.embed = nn.Embedding(rows, width)
+        width = config.hidden_size
+        self.pairs = nn.Embedding(config.bigram_rows, width)
         signs = torch.randint(0, 2, (SIGN_ROWS, width), dtype=torch.int8) * 2 - 1
         self.register_buffer("signs", signs)
+        self.triples = None
+        if config.trigram_rows:
+            self.triples = nn.Embedding(config.trigram_rows, min(TRIGRAM_WIDTH, width))
+            self.out_proj = nn.Linear(min(TRIGRAM_WIDTH, width), width, bias=False)
 
-    def forward(self, ids: Tensor, previous: Tensor, is_first: Tensor) -> Tensor:
-        """ids, previous, is_first (B, T) -> (B, T, D); the first token of a text has a row of its own."""
-        last_row = self.embed.num_embeddings - 1
-        row = ((36313 * ids) ^ (27191 * previous)) % last_row
-        sign_row = (ids ^ previous) % SIGN_ROWS
-        signs = self.signs[sign_row.masked_fill(is_first, 0)]
-        return self.embed(row.masked_fill(is_first, last_row)) * signs
+    def forward(self, ids: Tensor, previous: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+        """All int64 (B, T), previous and before the two tokens before each -> (B, T, D)."""
+        pair = (36313 * ids) ^ (27191 * previous)
+        x = self.look_up(self.pairs, pair, ids ^ previous, positions < 1)
+        if self.triples is None:
+            return x
+        triple = pair ^ (51787 * before)
+        sign_row = ids ^ (3 * previous) ^ (7 * before)
+        return x + self.out_proj(self.look_up(self.triples, triple, sign_row, positions < 2))
+
+    def look_up(self, table: nn.Embedding, row: Tensor, sign_row: Tensor, is_short: Tensor) -> Tensor:
+        """Where a text has too few tokens yet, the last row stands for all."""
+        last_row = table.num_embeddings - 1
+        signs = self.signs[(sign_row % SIGN_ROWS).masked_fill(is_short, 0)]
+        return table((row % last_row).masked_fill(is_short, last_row)) * signs[..., : table.embedding_dim]
 
 
 # -- the layers
@@ -143,6 +158,7 @@ class Context:
 
     ids: Tensor  # (B, T) new tokens
     previous: Tensor  # (B, T) the token before each
+    before: Tensor  # (B, T) and the one before that
     is_first_key: Tensor  # (B, S) whether a text starts there, with the tokens of the cache
     masks: tuple[Tensor, Tensor]  # of (B, 1, T, S): which keys each query sees, by the short and by the long window
     cos: Tensor  # (B, T, 1, K / 4)
@@ -266,17 +282,17 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         if config.x0_injection:
             start["share_x0"] = 0.0
         if config.bigram_rows:
-            start["share_bigram"] = 0.05
+            start["share_ngram"] = 0.05
         self.scalars = make_scalars(start)
 
-    def forward(self, x, shared_input, x0, bigram, mixed, context, past_key_values=None) -> Tensor:
+    def forward(self, x, shared_input, x0, ngram, mixed, context, past_key_values=None) -> Tensor:
         """The residual stream x (B, T, D) after this layer.
 
-        Args: shared_input (B, T, D) what attention reads, None: x; x0, bigram, mixed (B, T, D) or
+        Args: shared_input (B, T, D) what attention reads, None: x; x0, ngram, mixed (B, T, D) or
               None; mixed is added to the values
         """
         if self.injects_first:
-            x = self.inject(times(self.scalars.resid_attn, x), x0, bigram)
+            x = self.inject(times(self.scalars.resid_attn, x), x0, ngram)
             x = x + self.self_attn(norm(x), context, past_key_values, mixed)
             return x + self.mlp(norm(x))
 
@@ -284,15 +300,15 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             attention_input = norm(x) if shared_input is None else shared_input
             y = self.self_attn(attention_input, context, past_key_values, mixed)
             x = times(self.scalars.resid_attn, x) + y
-        x = self.inject(x, x0, bigram)
+        x = self.inject(x, x0, ngram)
         return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
 
-    def inject(self, x: Tensor, x0: Tensor | None, bigram: Tensor | None) -> Tensor:
-        """Adds shares of the token's embedding and of the bigram's."""
+    def inject(self, x: Tensor, x0: Tensor | None, ngram: Tensor | None) -> Tensor:
+        """Adds shares of the token's embedding and of the n-grams'."""
         if x0 is not None:
             x = x + times(self.scalars.share_x0, x0)
-        if bigram is not None:
-            x = x + times(self.scalars.share_bigram, bigram)
+        if ngram is not None:
+            x = x + times(self.scalars.share_ngram, ngram)
         return x
 
 
@@ -315,9 +331,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
     def __init__(self, config: DecoderStackConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.bigram = None
-        if config.bigram_rows:
-            self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
+        self.ngram = NgramEmbedding(config) if config.bigram_rows else None
         start = {"backout": 0.0} if config.backout_layer >= 0 else {}
         self.scalars = make_scalars(start)
         self.mix = Mix(config) if config.mix_width else None
@@ -357,10 +371,10 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         positions = self.find_positions(input_ids, attention_mask, position_ids, past)
         context = self.make_context(input_ids, positions, past_key_values)
         x0 = norm(self.embed_tokens(input_ids))
-        bigram = None
-        if self.bigram is not None:
-            is_first = context.is_first_key[:, -input_ids.size(1) :]
-            bigram = self.bigram(input_ids.long(), context.previous.long(), is_first)
+        ngram = None
+        if self.ngram is not None:
+            ids = (input_ids, context.previous, context.before)
+            ngram = self.ngram(*(i.long() for i in ids), positions)
 
         x = x0
         shared_input = None
@@ -378,7 +392,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
-            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values)
+            x = layer(x, shared_input, injected, ngram, mixed, context, past_key_values=past_key_values)
             if index == self.config.backout_layer:
                 middle = x
         if middle is not None:
@@ -435,6 +449,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         return Context(
             ids=ids,
             previous=before(all_ids, 1)[:, -count:],
+            before=before(before(all_ids, 1), 1)[:, -count:],
             is_first_key=all_positions == 0,
             masks=make_masks(self.config, all_positions, count),
             cos=angles.cos(),

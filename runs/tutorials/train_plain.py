@@ -51,6 +51,7 @@ class Config:  # the defaults are DecoderStack-small
     shared_input_from: int = 8
     backout_layer: int = 7
     bigram_rows: int = 1638400  # 163,840 cost 0.004 bpb on B34, and save 18 GB here (computed)
+    trigram_rows: int = 4096000
     max_seq_len: int = 2048  # tokens; what is left of a longer document counts as one of its own
     window_short: int = 128  # how many tokens most layers look back
     window_long: int = 2048  # the same for long_layers
@@ -66,7 +67,7 @@ class Config:  # the defaults are DecoderStack-small
 
 TINY = Config(  # the model of runs/cpu.args
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
-    key_offset_layers=(1, 3), value_embed_layers=(0, 3), backout_layer=2, bigram_rows=10240,
+    key_offset_layers=(1, 3), value_embed_layers=(0, 3), backout_layer=2, bigram_rows=10240, trigram_rows=25600,
     max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, pack_docs=32, stages=(Stage(1.0, 1, 1.0),),
 )  # fmt: skip
 
@@ -100,6 +101,9 @@ class Model(nn.Module):
         self.value_embed = nn.Parameter(torch.randn(E, config.vocab_size, D) * 0.01)
         self.bigram_embed = nn.Parameter(torch.zeros(config.bigram_rows, D))
         self.register_buffer("bigram_signs", torch.randint(0, 2, (8192, D)) * 2.0 - 1)
+        C = min(128, D)
+        self.trigram_embed = nn.Parameter(torch.zeros(config.trigram_rows, C))
+        self.trigram_proj = nn.Parameter(torch.randn(D, C) * C**-0.5)
 
         # Matrices of all layers; Q and K for NorMuon in pairs of heads (record 80; worth 0.002).
         self.qk = nn.Parameter(torch.empty(L, 2 * D // rows, rows, D).uniform_(-bound, bound))
@@ -115,7 +119,7 @@ class Model(nn.Module):
         self.scale_v = nn.Parameter(torch.full((L,), 0.5))
         self.scale_o = nn.Parameter(torch.ones(L))
         self.scale_down = nn.Parameter(torch.ones(L))
-        self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
+        self.share_ngram = nn.Parameter(torch.full((L,), 0.05))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
         self.mix_in = nn.Parameter(torch.empty(128, D).uniform_(-2 * bound, 2 * bound))
         self.mix_out = nn.Parameter(torch.zeros(6, 128))
@@ -125,6 +129,7 @@ class Model(nn.Module):
         """Ids of packed documents and positions in them, int64 (T,) -> logits (T, V)."""
         first_T = positions_T == 0  # nothing may leak in from the document before
         previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
+        before_T = torch.cat((previous_T[:1], previous_T[:-1]))
         frequencies = (1 / 1024) ** np.linspace(0, 1, self.config.head_dim // 4)  # radians a token
         frequencies = torch.tensor(frequencies, dtype=torch.float32)
         angles_T1K = torch.outer(positions_T, frequencies)[:, None]
@@ -141,8 +146,16 @@ class Model(nn.Module):
         # that share a row get different random signs and hardly disturb each other (record 83).
         row_T = ((36313 * tokens_T) ^ (27191 * previous_T)) % (self.config.bigram_rows - 1)
         sign_T = (tokens_T ^ previous_T) % len(self.bigram_signs)
-        bigram = self.bigram_embed[row_T.masked_fill(first_T, self.config.bigram_rows - 1)]
-        bigram = bigram * self.bigram_signs[sign_T.masked_fill(first_T, 0)]
+        ngram = self.bigram_embed[row_T.masked_fill(first_T, self.config.bigram_rows - 1)]
+        ngram = ngram * self.bigram_signs[sign_T.masked_fill(first_T, 0)]
+
+        # Trigrams: the same with narrower rows (worth 0.002).
+        last = self.config.trigram_rows - 1
+        row_T = ((36313 * tokens_T) ^ (27191 * previous_T) ^ (51787 * before_T)) % last
+        sign_T = (tokens_T ^ (3 * previous_T) ^ (7 * before_T)) % len(self.bigram_signs)
+        trigram = self.trigram_embed[row_T.masked_fill(positions_T < 2, last)]
+        trigram = trigram * self.bigram_signs[sign_T.masked_fill(positions_T < 2, 0), :128]
+        ngram = ngram + F.linear(trigram, self.trigram_proj)
 
         for layer in range(self.config.num_layers):
             # Before the last layer, each token weighs input, middle and stream for itself: one sum for the values of
@@ -161,8 +174,8 @@ class Model(nn.Module):
                 y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask, mixed)
                 x = self.keep_before_attention[layer] * x + y
 
-            # Every layer reads the bigrams again.
-            x = x + self.share_bigram[layer] * bigram
+            # Every layer reads the n-grams again.
+            x = x + self.share_ngram[layer] * ngram
 
             # The MLP, (T, D) -> (T, F) -> (T, D), with a squared ReLU.
             hidden_TF = F.linear(norm(x), self.up[layer]).relu().square()
@@ -288,18 +301,19 @@ class Policy:  # of Adam; without the first moment it is RMSProp
 POLICIES = {
     "embed": Policy(1.0, (0.50, 0.95), 0.006),
     "bigram_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
+    "trigram_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
+    "trigram_proj": Policy(1.0, (0.90, 0.99)),
     "value_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
     "value_gate": Policy(1.0, (0.90, 0.99)),
     "mix_in": Policy(0.25, (0.90, 0.99)),
     "mix_out": Policy(0.025, (0.90, 0.99)),
 }
 MUON_LR_MULT = {"qk": 1, "v": 1, "o": 1, "up": 1, "down": 2}  # down: records 36, 48
-POLAR_EXPRESS = (  # polynomials, arXiv 2505.16932
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
+    (7.871436, -20.937255, 14.627350),
+    (3.781651, -2.618773, 0.476315),
+    (3.149197, -2.269902, 0.453804),
+    (2.216045, -1.591900, 0.410524),
 )
 
 
