@@ -81,18 +81,18 @@ def test_config_of_an_older_script_is_read(module, tmp_path):
 # 20 steps in fp32 on a CPU, since large tables are updated by RMSProp. Other CPUs change them by
 # 2e-7; the medium model needs a larger epsilon in Adam for that, because zero weights begin with gradients of rounding.
 SMALL_LOSSES = """
-    5.7731509 5.5180693 5.1040668 4.7512012 4.4285707 4.1813560 3.9604008 3.8136749 3.6661179 3.5853460
-    3.4662471 3.3622117 3.3331032 3.2101681 3.0687776 3.0353978 3.0070813 2.9644969 2.8937712 2.8644469
+    5.7731509 5.5171509 5.1049213 4.7506633 4.4286203 4.1807976 3.9613383 3.8131895 3.6668487 3.5883985
+    3.4720027 3.3687994 3.3414638 3.2203386 3.0811279 3.0453699 3.0176699 2.9725623 2.8969817 2.8657908
 """
 MEDIUM_LOSSES = """
-    5.7651176 5.2267365 4.4526525 3.6349120 2.9139824 2.4070153 2.0748596 1.8561041 1.7322729 1.5910391
-    1.5345724 1.5499028 1.5602124 1.4055029 1.3093331 1.3683283 1.3402594 1.3631612 1.2597708 1.3080270
+    5.7651176 5.2266645 4.4522605 3.6361916 2.9158821 2.4095898 2.0765243 1.8580976 1.7336956 1.5924045
+    1.5358784 1.5508155 1.5618219 1.4068474 1.3107646 1.3699654 1.3412554 1.3656032 1.2615002 1.3112379
 """
 
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(lr_floor=0.15), SMALL_LOSSES, 2.8485209), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3608097)),
+    ((tiny_config(lr_floor=0.15), SMALL_LOSSES, 2.8474950), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3635866)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
