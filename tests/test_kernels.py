@@ -220,7 +220,7 @@ def test_polar_express(shape, device):
     decades = torch.logspace(-2, 0, s.shape[-1], device=device)
     levelled = u.mT @ K.polar_express(7 * (u * decades) @ v) @ v.mT
     values = torch.diagonal(levelled, dim1=-2, dim2=-1)
-    assert 0.85 < values.min() and values.max() < 1.15
+    assert 0.75 < values.min() and values.max() < 1.15
     assert (levelled - torch.diag_embed(values)).abs().max() < 2e-3
     assert K.polar_express(torch.zeros_like(g, dtype=dtype)).abs().max() == 0, "no gradient, no update, no NaN"
 
