@@ -128,9 +128,8 @@ class Local(OwnModel):
     def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
-        room = min(self.max_tokens, self.limit + 1 - len(ids))
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
-        completion = engine.Completion(ids, room, **options)
+        completion = engine.Completion(ids, self.max_tokens, **options)
         answer["ids"] = []
         detokenizer = chat_format.Detokenizer(self.tokenizer)
         try:

@@ -279,9 +279,9 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
     completions = {}
     for i in mine:
         prompt = chat_format.question_ids(tokenizer, items[i].question)
-        most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
-        if most > 0:
-            completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
+        if len(prompt) <= limit:
+            options = {"max_tokens": TASKS[task].new_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+            completions[i] = engine.Completion(prompt, **options)
     complete(generator, list(completions.values()), task)
     answers = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 

@@ -301,11 +301,9 @@ class Learner:
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
         prompt = chat_format.question_ids(self.tokenizer, item.question)
-        room = self.state.config.max_seq_len + 1 - len(prompt)
-        most = min(self.task.max_tokens, room)
-        options = {"top_k": 0, "tools": self.task.tools}
-        options["stop"] = (self.tokenizer.specials[chat_format.ASSISTANT_END],)
-        return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
+        options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
+        options |= {"top_k": 0, "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],)}
+        return [engine.Completion(prompt, seed=s % 2**32, **options) for s in seeds]
 
     def step(self, state, batch) -> torch.Tensor:
         """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""

@@ -459,7 +459,7 @@ class Completion:
     """One request to a Decoder: a prompt, its options, and the result. (A client's request may need several.)"""
 
     prompt: list[int]  # BOS included
-    max_tokens: int = 128
+    max_tokens: int = 128  # fewer if the context ends before
     temperature: float = 0.8  # 0: the most likely id
     top_k: int = 50  # 0: all
     top_p: float = 1.0
@@ -486,15 +486,12 @@ class Completion:
     call: list[int] | None = None
     tool_result: list[int] = field(default_factory=list)
 
-    def check(self, max_len: int) -> None:
-        """Raises RunError if it does not fit a row for sequences of max_len tokens."""
-        length = len(self.prompt)
-        room = max(max_len + 1 - length, 0)  # the last new token needs no slot in the cache
-        assert length and self.max_tokens > 0, "give at least a BOS token, and ask for one token"
-        if self.max_tokens > room:
-            wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
-            fewer = f" or ask for at most {room}" if room else ""
-            raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
+    def fit(self, max_len: int) -> None:
+        """Lowers max_tokens to what a row for sequences of max_len tokens has room for. Raises: RunError if for none"""
+        room = max_len + 1 - len(self.prompt)  # the last new token needs no slot in the cache
+        if room < 1:
+            raise RunError(f"a prompt of {len(self.prompt)} tokens exceeds the context of {max_len}; shorten it")
+        self.max_tokens = min(self.max_tokens, room)
 
     def has_processors(self) -> bool:
         """Whether its logits are changed before they are sampled from."""
@@ -561,7 +558,7 @@ class Completion:
 class Generator:
     """Continues prompts of different lengths, up to num_rows at a time.
 
-    Options are fields of Completion. RunError says that a prompt and its answer do not fit.
+    Options are fields of Completion. RunError says that a prompt does not fit.
     """
 
     def __init__(self, model, tokenizer, num_rows: int = 128):
@@ -591,10 +588,11 @@ class Generator:
     def take_decoder(self, completions: list[Completion]) -> Decoder:
         """The decoder of the last call if it fits these completions, else a new one."""
         num_rows = min(len(completions), self.num_rows)
-        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
+        length = self.model.config.max_seq_len
         if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
             num_rows = 1 << (num_rows - 1).bit_length()
-            length = self.model.config.max_seq_len
+        else:
+            length = min(length, max(len(c.prompt) + c.max_tokens for c in completions) - 1)
 
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
@@ -712,11 +710,11 @@ class Decoder:
         The last id of a prompt goes in with the next step, which gives the first new one.
 
         Returns: {row: how many ids of its sequence were in the cache, left there by earlier requests}
-        Raises:  RunError if one does not fit its row
+        Raises:  RunError if a prompt does not fit its row
         """
         for row, completion in completions.items():
             assert row not in self.running, f"row {row} is taken"
-            completion.check(self.max_len)
+            completion.fit(self.max_len)
         sequences = {row: c.all_tokens() for row, c in completions.items()}
         scored = {row: c for row, c in completions.items() if c.score_prompt}
 
