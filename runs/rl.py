@@ -21,9 +21,8 @@ answer that does not end right after its number is wrong: a model that was rewar
 Held-out questions are answered before the first step, every --eval-every steps and at the end: greedily, and
 --eval-samples times at temperature 1 for pass@k.
 
-The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds this script too.
-Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as
-.jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are downloaded from Hugging Face. A model that was
+The run directory is like that of finetuning, and its report shows the rewards, and answers before and after. FOLDER
+holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet. A model that was
 finetuned on general conversations may know no sums: data/sft.py --source addition:COUNT:DIGITS shows it the form.
 """
 
@@ -88,7 +87,7 @@ if __name__ == "__main__":
 import chat_eval
 import sft
 import torch
-from chat_eval import Item, complete, sum_over_ranks
+from chat_eval import Item, complete
 from lib import engine
 
 
@@ -285,7 +284,7 @@ class Learner:
             sum(r.reward == 1 for r in rollouts),
             sum(any(r.advantage for r in group) for group in judged),
         ]
-        sampled, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
+        sampled, reward, right, useful = sum(ranks.gather(np.array(sums, float))).tolist()
         inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
         batch, batch.weights = pack_rollouts(self.script, *inputs)
         batch.total_tokens = int(sampled)
@@ -316,7 +315,7 @@ class Learner:
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
             state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-        targets = sum_over_ranks(np.array([batch.total_targets], float), state.ranks)[0]
+        targets = sum(state.ranks.gather(batch.total_targets))
         return nats / max(targets, 1)
 
     def evaluate(self, run) -> dict[str, float]:
@@ -351,7 +350,7 @@ class Learner:
             answer = {"question": items[i].question, "expected": items[i].expected}
             answer["answer"] = self.tokenizer.decode(group[0].tokens)
             answers.append(answer | {"reward": greedy.reward})
-        greedy, sampled = sum_over_ranks(right, ranks).T
+        greedy, sampled = sum(ranks.gather(right)).T
         found = {"greedy": float(greedy.mean())}
         for exponent in range(n.bit_length()):
             k = 2**exponent
@@ -417,19 +416,12 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 # ---- the command line
 
 
-def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> Settings:
-    """Those that were given, or those that the run to be resumed began with."""
-    given = script.read_description(home).get("rl") if args.resume else vars(args)
-    if given is None:
-        raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
-    return check_settings(Settings, given)
-
-
 def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
-    job = make_job(script, home, read_settings(script, home, args), args.resume)
+    given = tuning.describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
+    job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job.config, args, job)
 
 

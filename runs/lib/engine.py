@@ -43,6 +43,7 @@ from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 try:  # without Triton (CPUs, Macs, Windows) the plain path runs
     import triton
@@ -54,6 +55,8 @@ jit = triton.jit if triton else (lambda function: function)
 INTERFACE = 8  # of the training scripts that this file can read
 PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
+GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
+NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
 
 # ==== Load
 
@@ -107,7 +110,7 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
             raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
-    state = script.check_checkpoint(folder, needed)
+        script.check_checkpoint(folder, needed)
 
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
@@ -120,7 +123,7 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
         raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
-    return Run(script, model.eval(), tokenizer, config, state["step"])
+    return Run(script, model.eval(), tokenizer, config, int(folder.name[5:]))
 
 
 def choose_device(name: str) -> torch.device:
@@ -246,18 +249,14 @@ class PrefillInputs(NamedTuple):
     last_new: Any  # (N,)
     plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
 
-    def arrays(self) -> list:
-        return [*self[:5], *self.plans[0], *self.plans[1]]
-
     def flat(self) -> Tensor:
         """All arrays behind each other, so that one copy brings them to the device."""
-        return torch.from_numpy(np.concatenate(self.arrays()))
+        return torch.from_numpy(np.concatenate(pytree.tree_leaves(self)))
 
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
-        parts = flat.split([len(array) for array in self.arrays()])
-        half = 5 + len(RingPlan._fields)
-        return PrefillInputs(*parts[:5], (RingPlan(*parts[5:half]), RingPlan(*parts[half:])))
+        arrays, structure = pytree.tree_flatten(self)
+        return pytree.tree_unflatten(flat.split([len(array) for array in arrays]), structure)
 
 
 class PrefillBucket(NamedTuple):
@@ -816,7 +815,7 @@ class Decoder:
         return outputs
 
     def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
-        """The completions of the next step: all but those whose last token is pending."""
+        """The completions of the next step: all but those whose last token is pending, whose rows become idle."""
         completions = dict(self.running)
         for row, completion in pending.completions.items():
             if len(completion.tokens) + 1 >= completion.max_tokens:
@@ -840,7 +839,7 @@ class Decoder:
         self.state.set_masks(completions)
         self.run(self.kind, self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
-        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
+        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []  # of the ids just sampled
 
         # Copied without waiting for the device; done is when the copy is complete.
         cuda = self.state.sampled.is_cuda
@@ -907,9 +906,7 @@ class Decoder:
 
 # ==== Sampling
 
-GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
 SORT_SIZES = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
-NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
 
 
 class StepKind(NamedTuple):
@@ -1138,8 +1135,8 @@ class Graphs:
 
 
 def use_triton(x: Tensor) -> bool:
-    """The kernel runs on CUDA tensors of 16 bits from Ampere on; all else takes the plain path."""
-    can_run = triton is not None and x.is_cuda and x.itemsize <= 2
+    """Kernels run on CUDA tensors (.., K) of 16 bits, from Ampere on, K a power of two; else the plain path does."""
+    can_run = triton is not None and x.is_cuda and x.itemsize <= 2 and x.size(-1).bit_count() == 1
     return can_run and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
@@ -1236,9 +1233,9 @@ def adjacent_heads(x: Tensor) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
 ) -> Tensor:
-    """As decode_attention_ref, by the kernel where it runs: for head widths that are powers of two."""
+    """As decode_attention_ref, by the kernel where it runs."""
     B, H, width = q.shape
-    if not use_triton(q) or width & (width - 1):
+    if not use_triton(q):
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
     q, k, v = (adjacent_heads(t) for t in (q, k, v))
     o = q.new_empty(B, H, width)
