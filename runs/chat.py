@@ -441,8 +441,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    args = parse()
-    return run_command(lambda: talk(args))
+    return run_command(lambda: talk(parse()))
 
 
 if __name__ == "__main__":

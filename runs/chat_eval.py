@@ -404,8 +404,7 @@ def evaluate(args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_command(lambda: evaluate(args))
+    return run_command(lambda: evaluate(parse(argv)))
 
 
 if __name__ == "__main__":

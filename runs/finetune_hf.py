@@ -804,8 +804,7 @@ def make_config(argv: list[str]) -> Config:
         file = f"{settings['run_dir']}/config.json"
         settings = vars(parser.parse_intermixed_args(["@", file, *flags]))
 
-    data = [name for name in settings if name.startswith("data.")]
-    source = {name.removeprefix("data."): settings.pop(name) for name in data}
+    source = {name[5:]: settings.pop(name) for name in list(settings) if name.startswith("data.")}
     return check_settings(Config, settings | {"data": source})
 
 

@@ -426,8 +426,7 @@ def reinforce(args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = read_flags(argv, __doc__, add_new)
-    return run_command(lambda: reinforce(args))
+    return run_command(lambda: reinforce(read_flags(argv, __doc__, add_new)))
 
 
 if __name__ == "__main__":

@@ -516,8 +516,7 @@ def score_run(args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_command(lambda: score_run(args))
+    return run_command(lambda: score_run(parse(argv)))
 
 
 if __name__ == "__main__":

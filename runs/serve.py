@@ -121,8 +121,8 @@ class Metrics:
         self.cached_tokens = counter("cached_tokens", "Tokens of prompts that earlier requests had cached")
         self.new_tokens = counter("generated_tokens", "Tokens of answers")
         self.steps = counter("steps", "Steps of the model")
-        self.moved = counter("moved_answers", "Answers that made room for another request")
-        self.left = counter("abandoned_requests", "Requests whose client left")
+        self.preemptions = counter("moved_answers", "Answers that made room for another request")
+        self.abandoned = counter("abandoned_requests", "Requests whose client left")
         text = "From the arrival of a request to the first token of an answer, counted for each answer"  # as in vLLM
         self.time_to_first_token = prometheus.Histogram("time_to_first_token_seconds", text, **own)
         gauge = partial(prometheus.Gauge, **own)
@@ -142,7 +142,7 @@ class Worker(threading.Thread):
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by row
         self.idle_rows = list(range(rows))  # the one unused for longest first
-        self.rounds_held = 0  # rounds in a row that new sequences have waited for others
+        self.steps_held = 0  # steps in a row that new sequences have waited for others
         self.unsent: set[Request] = set()  # requests with news that the event loop has not heard of
         self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
@@ -174,7 +174,7 @@ class Worker(threading.Thread):
     def withdraw(self, request: Request) -> None:
         """Ends a request, also when its client left; its rows are free before the next step."""
         if not request.gone and not request.done() and not request.error:
-            self.metrics.left.inc()
+            self.metrics.abandoned.inc()
         request.gone = True
         with self.wake:
             request.waiting.clear()
@@ -194,7 +194,7 @@ class Worker(threading.Thread):
             while not self.closed:
                 with self.wake:
                     self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
-                self.round()
+                self.step()
         except Exception as error:
             self.error = error
             if self.warm.is_set():  # else main() tells it
@@ -218,11 +218,11 @@ class Worker(threading.Thread):
                 self.decoder.step()
                 self.decoder.free(0)
 
-    def round(self) -> None:
+    def step(self) -> None:
         """Drops sequences that nobody waits for, puts others into free rows, and makes one step."""
         for row, sequence in list(self.sequences.items()):
             if sequence.request.gone or sequence.reason:  # its client left, or a stop string ended it
-                self.evict(row)
+                self.release(row)
         with self.wake:
             self.preempt()
             new = self.schedule()
@@ -232,12 +232,12 @@ class Worker(threading.Thread):
         except Exception:
             self.fail([*new])
         try:
-            events = self.decoder.step()
-            if events:
+            outputs = self.decoder.step()
+            if outputs:
                 self.failures = 0
                 self.metrics.steps.inc()
-                self.metrics.new_tokens.inc(sum(event.token is not None for event in events))
-            self.deliver([self.add_output(event) for event in events])
+                self.metrics.new_tokens.inc(sum(output.token is not None for output in outputs))
+            self.deliver([self.add_output(output) for output in outputs])
         except Exception:
             self.fail([*self.sequences])
 
@@ -256,15 +256,15 @@ class Worker(threading.Thread):
                 return
             rows = [row for row, sequence in self.sequences.items() if sequence.request is largest]
             row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))
-            largest.waiting.appendleft(self.evict(row))
+            largest.waiting.appendleft(self.release(row))
             self.queue[largest] = None
-            self.metrics.moved.inc()
+            self.metrics.preemptions.inc()
 
     def schedule(self) -> dict[int, Sequence]:
         """Chooses rows for waiting sequences.
 
         The request with the fewest rows is next, and of these the one that came first. A sequence gets the row that
-        holds its longest prefix, or the one that has been unused for longest. What one round computes is bounded.
+        holds its longest prefix, or the one that has been unused for longest. What one step computes is bounded.
         """
         new = {}
         if not self.idle_rows or not self.queue or self.holds_back():
@@ -288,8 +288,8 @@ class Worker(threading.Thread):
     def holds_back(self) -> bool:
         """Whether a few new sequences should wait for others, as each prefill holds all rows up."""
         few = self.waiting() < self.decoder.num_rows // 8
-        wait = bool(self.sequences) and few and self.rounds_held < HOLD
-        self.rounds_held = self.rounds_held + 1 if wait else 0
+        wait = bool(self.sequences) and few and self.steps_held < HOLD
+        self.steps_held = self.steps_held + 1 if wait else 0
         return wait
 
     def add_sequences(self, new: dict[int, Sequence]) -> None:
@@ -300,7 +300,7 @@ class Worker(threading.Thread):
                 self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
                 self.metrics.cached_tokens.inc(num_cached[row])
 
-    def evict(self, row: int) -> Sequence:
+    def release(self, row: int) -> Sequence:
         """Makes a row idle, whether its answer has ended or not; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
             self.decoder.stop([row])
@@ -311,14 +311,14 @@ class Worker(threading.Thread):
 
     # -- results
 
-    def add_output(self, event: engine.StepOutput) -> Sequence:
+    def add_output(self, output: engine.StepOutput) -> Sequence:
         """Gives what a step did to the sequence in its row."""
-        sequence = self.sequences[event.row]
-        sequence.add_output(event)
-        if event.token is not None and len(sequence.completion.tokens) == 1:
+        sequence = self.sequences[output.row]
+        sequence.add_output(output)
+        if output.token is not None and len(sequence.completion.tokens) == 1:
             self.metrics.time_to_first_token.observe(time.monotonic() - sequence.request.began)
-        if event.reason:
-            self.evict(event.row)
+        if output.reason:
+            self.release(output.row)
         return sequence
 
     def fail(self, rows: list[int]) -> None:
@@ -329,7 +329,7 @@ class Worker(threading.Thread):
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
-            self.evict(row)
+            self.release(row)
         self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
     def deliver(self, sequences: list[Sequence]) -> None:
@@ -342,7 +342,7 @@ class Worker(threading.Thread):
             if sequence.request.fields.stream or (sequence.reason and sequence.request.done()):
                 self.unsent.add(sequence.request)
         now = time.monotonic()
-        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}
+        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}  # last or first id
         if not self.sequences or now - self.notified >= MESSAGE_SECONDS * (len(self.sequences) - FEW):
             self.notified = now
             urgent = self.unsent

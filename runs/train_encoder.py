@@ -423,8 +423,7 @@ def make_job(config: Config, dataset):
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = read_flags(argv, __doc__, add_new)
-    return script.run_command(lambda: pretrain(args))
+    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_new)))
 
 
 if __name__ == "__main__":

@@ -799,7 +799,7 @@ class Decoder:
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
-        following = self.rows_after(pending) if self.overlap else {}
+        following = self.completions_after(pending) if self.overlap else {}
         if not following:
             return self.finish(pending)
         logits = self.compute_logits()
@@ -814,7 +814,7 @@ class Decoder:
             self.pending = self.launch(following, logits)
         return outputs
 
-    def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
+    def completions_after(self, pending: PendingStep) -> dict[int, Completion]:
         """The completions of the next step: all but those whose last token is pending, whose rows become idle."""
         completions = dict(self.running)
         for row, completion in pending.completions.items():
@@ -823,7 +823,7 @@ class Decoder:
                 del completions[row]
         return completions
 
-    def run(self, key, work: Callable, *arguments):
+    def run_graph(self, key, work: Callable, *arguments):
         """As Graphs.run, where there are graphs."""
         return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
 
@@ -831,13 +831,13 @@ class Decoder:
         """The logits (B, V) of the ids that go in, before masks and processors. The next call may overwrite them."""
         state = self.state
         inputs = (self.decode_cache, state.tokens, state.previous, state.positions, self.layer_weights)
-        logits = self.run("logits", self.decode, self.model, *inputs)
+        logits = self.run_graph("logits", self.decode, self.model, *inputs)
         return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
 
     def launch(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
         """Samples an id for each row from logits (B, V). They go in with the next step, except where a tool speaks."""
         self.state.set_masks(completions)
-        self.run(self.kind, self.sample_step, self.kind, logits)
+        self.run_graph(self.kind, self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
         logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []  # of the ids just sampled
 
@@ -1046,9 +1046,8 @@ def compute_logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> list[
     logprobs = logits_BV.float().log_softmax(-1)
     chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
     top = logprobs.topk(max(num_top, 1))
-    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    tops = [list(zip(*pair, strict=True)) for pair in tops]
-    return [TokenLogprob(*pair) for pair in zip(chosen, tops, strict=True)]
+    rows = zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [TokenLogprob(logprob, list(zip(ids, values, strict=True))) for logprob, ids, values in rows]
 
 
 # ==== Prefix cache
@@ -1088,8 +1087,8 @@ class PrefixCache:
         others = self.tokens[: self.num_rows]
         for row, sequence in sequences.items() if self.shared else ():
             source = max(self.shared, key=lambda shared: self.match(shared, sequence))
-            longest = max(num_cached[row], self.match(source, sequence))
-            common = max(len(commonprefix([sequence[:-1], other])) for other in others)
+            longest = max(num_cached[row], self.match(source, sequence))  # cached prefix
+            common = max(len(commonprefix([sequence[:-1], other])) for other in others)  # with any sequence before it
             others.append(sequence)
             oldest = self.shared[0]
             if common >= longest + MIN_SHARED_PREFIX and oldest not in copies.values():
