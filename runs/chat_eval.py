@@ -257,7 +257,7 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
     gold = np.array([item.gold for item in items])
     task = score_core.CoreTask("choices", "multiple_choice", 0.25, gold, rows, spans)
     size = max(size, 2 * limit)
-    return score_core.score_task(score, task, size, tokenizer.bos_id, ranks)
+    return score_core.score_task(score, task, size, model.windows, tokenizer.bos_id, ranks)
 
 
 def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
