@@ -5,12 +5,11 @@
     python runs/chat.py out/RUN_HF              (of runs/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
-Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends an answer or empties
-the line, Ctrl-D ends the chat. A line that ends with a backslash continues on the next one. The lines of a terminal are
-kept in ~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between turns, so a turn
-computes only its own tokens. When the context is full, the oldest turns are dropped and a note says so. A model that
-was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or a pipe did not
-get a complete answer.
+/help lists the commands; Ctrl-C ends an answer or empties the line. The lines of a terminal are kept in
+~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between turns, so a turn computes
+only its own tokens. When the context is full, the oldest turns are dropped and a note says so. A model that was not
+finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or a pipe did not get a
+complete answer.
 """
 
 import argparse
@@ -128,9 +127,8 @@ class Local(OwnModel):
     def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
-        room = min(self.max_tokens, self.limit + 1 - len(ids))
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
-        completion = engine.Completion(ids, room, **options)
+        completion = engine.Completion(ids, self.max_tokens, **options)
         answer["ids"] = []
         detokenizer = chat_format.Detokenizer(self.tokenizer)
         try:
@@ -427,8 +425,8 @@ def use_history() -> None:
     atexit.register(readline.write_history_file, path)
 
 
-def talk(args: argparse.Namespace) -> bool:
-    """Answers --prompt or what is typed; returns whether all answers are complete. Raises: RunError"""
+def talk(args: argparse.Namespace) -> None:
+    """Answers --prompt or what is typed. Raises: RunError, SystemExit if an answer is not complete"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     if args.endpoint:
@@ -438,18 +436,12 @@ def talk(args: argparse.Namespace) -> bool:
     else:
         backend = Local(args.run_dir, args)
     chat = Chat(backend, args.system)
-    return chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+    if not (chat.turn(args.prompt) if args.prompt is not None else chat.loop()):
+        sys.exit(1)
 
 
 def main() -> int:
-    args = parse()
-    good = True
-
-    def work() -> None:
-        nonlocal good
-        good = talk(args)
-
-    return run_command(work) or int(not good)
+    return run_command(lambda: talk(parse()))
 
 
 if __name__ == "__main__":

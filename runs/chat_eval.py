@@ -10,18 +10,16 @@
     humaneval    Python functions, run against their tests; only with --run-code
     spelling     words that data/sft.py keeps out of training: to spell, or to count a letter of
 
-ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left out; guessing
-scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to chat_eval.csv and the
-answers to chat_eval_samples.jsonl in the run directory; the last line on stdout is one JSON object.
+ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left out. Answers
+are the most likely ones (temperature 0). The table goes to chat_eval.csv and the answers to chat_eval_samples.jsonl in
+the run directory; the last line on stdout is one JSON object.
 
-FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
-.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
-name with "test" goes before one with "val"; names with "train" or "dev" are never used.
+FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz, .jsonl.zst or .parquet with
+the columns of the public sets, and words*.txt with one word per line.
 
 --run-code executes programs that the model wrote, each in an empty folder with limits on time, memory and file size,
 and without network where Linux namespaces are allowed. This is no security boundary: a program can read, change and
-delete every file that you can, so use a container or another user. This tool also executes the training script that
-lies in the run directory.
+delete every file that you can, so use a container or another user. This tool executes the run's training script too.
 """
 
 import argparse
@@ -135,10 +133,6 @@ def complete(generator, completions: list, note: str = "") -> None:
     with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
         for events in generator.run(completions):
             bar.update(sum(bool(event.reason) for event in events))
-
-
-def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
-    return sum(ranks.gather(values))
 
 
 # ==== tasks
@@ -279,9 +273,9 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
     completions = {}
     for i in mine:
         prompt = chat_format.question_ids(tokenizer, items[i].question)
-        most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
-        if most > 0:
-            completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
+        if len(prompt) <= limit:
+            options = {"max_tokens": TASKS[task].new_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+            completions[i] = engine.Completion(prompt, **options)
     complete(generator, list(completions.values()), task)
     answers = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 
@@ -294,7 +288,7 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
     for i in mine:
         sample = {"task": task, "question": items[i].question, "answer": answers.get(i, "")}
         samples.append(sample | {"expected": items[i].expected, "right": bool(right[i])})
-    return sum_over_ranks(right, ranks).astype(bool), samples
+    return sum(ranks.gather(right)).astype(bool), samples
 
 
 # ==== programs of the model
@@ -410,8 +404,7 @@ def evaluate(args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_command(lambda: evaluate(args))
+    return run_command(lambda: evaluate(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -435,8 +435,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    return run_command(lambda: export(args))
+    return run_command(lambda: export(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -110,11 +110,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     settings = Settings(run=args.run, checkpoint=checkpoint.name, packs=packs, lr=lr)
     base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
-    dataset = tuning.read_data(script.Dataset.open, config.data)
-    if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
-        way = f"make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
-        wrong = f"{dataset.root} has another tokenizer than {run_dir}"
-        raise RunError(f"{wrong}; pass the --data of that run, or {way}")
+    dataset = tuning.open_dataset(script, config.data, run_dir)
     job = make_job(script, config, dataset, settings)
     if args.steps is None and config.tokens == base.tokens:
         job.config = dataclasses.replace(job.config, tokens=job.available)
@@ -124,13 +120,10 @@ def new_job(script: ModuleType, args: argparse.Namespace):
 def resumed_job(script: ModuleType, args: argparse.Namespace):
     """The job of the run in args.run_dir, with the flags that may change on resume."""
     run_dir = Path(args.run_dir)
-    description = script.read_description(run_dir)
-    tuning.check_command(run_dir, description, "finetune")
-    settings = Settings(**description["finetune"])
-    for name in ("run", "packs", "lr"):
-        old = getattr(settings, name)
-        new = getattr(args, name)
-        if new is not None and new != old:
+    settings = Settings(**tuning.describe_run(script, run_dir, "finetune")["finetune"])
+    for name, old in settings:
+        new = getattr(args, name, None)
+        if new not in (None, old):
             wrong = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {wrong}; omit it, or start a new run")
     config = script.change_config(script.read_config(run_dir), args)

@@ -56,8 +56,7 @@ class Settings(BaseModel):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
-    score_only = "score RUN on --val-pairs without training"
-    parser.add_argument("--score-only", action="store_true", help=score_only)
+    parser.add_argument("--score-only", action="store_true", help="score RUN on --val-pairs without training")
     add_flags(parser, Settings.model_fields)
 
 
@@ -322,17 +321,6 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
 # ---- the run
 
 
-def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
-    """The Config and the settings of a run that starts from args.run."""
-    base, _ = encoder.read_run(args.run)
-    folder = newest_checkpoint(script, args.run)
-    settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
-    settings.max_len = min(settings.max_len, base.max_seq_len)
-    # The rate falls from the first step to the last. The moments are new, so momentum rises.
-    config = dataclasses.replace(base, **settings.model_dump(), cooldown=1.0, lr_floor=0.0)
-    return config, settings
-
-
 def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
     """The pairs of each step, starting at the run's, as batches for the loop of train_small.py."""
 
@@ -353,7 +341,12 @@ def finetune(args: argparse.Namespace) -> dict:
         settings = Settings(**description["contrast"])
         home = args.run_dir
     else:
-        config, settings = new_run(args)
+        base, _ = encoder.read_run(args.run)
+        folder = newest_checkpoint(script, args.run)
+        settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
+        settings.max_len = min(settings.max_len, base.max_seq_len)
+        # The rate falls from the first step to the last. The moments are new, so momentum rises.
+        config = dataclasses.replace(base, **settings.model_dump(), cooldown=1.0, lr_floor=0.0)
         home = settings.run
     job = make_job(config, settings, read_data(script.Tokenizer, home / "tokenizer.json"))
     return script.train(config, args, job)
@@ -405,8 +398,7 @@ def longest_text(description: dict) -> int:
 
 def score(args: argparse.Namespace) -> dict:
     """Retrieval on held-out pairs, and BM25 on the same."""
-    untrained = {"pairs": "", "checkpoint": ""}
-    settings = check_settings(Settings, untrained | vars(args))
+    settings = check_settings(Settings, {"pairs": "", "checkpoint": ""} | vars(args))
     ranks = script.start_ranks()
     model, description, step = load_encoder(args.run)
     state = encoder.build_state(model.config, ranks)

@@ -301,11 +301,9 @@ def evaluate(run: Run) -> None:
 
 def load_description(config: Config):
     """The model's config.json. Raises: RunError if there is none, or if packs are longer than the model's context"""
-    name = config.model_name
-    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise RunError(f"--model-name {name} does not exist; give a folder of save_pretrained, or a name on the hub")
-    with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
-        description = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    advice = "give a folder of save_pretrained, or a causal model of the hub"
+    with explain(f"--model-name {config.model_name} cannot be loaded", advice):
+        description = AutoConfig.from_pretrained(config.model_name, trust_remote_code=False)
     longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length > longest:
         raise RunError(f"--sequence-length is above the model's {longest:,} positions; lower it")
@@ -555,8 +553,7 @@ def varlen_attention(module, query, key, value, mask, scaling=None, sliding_wind
     if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise RunError(f"varlen attention does not fit {type(module).__name__}; use --attention sdpa")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    sizes = [others[name] for name in names]
+    sizes = [others[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)
     y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach)
     return y[None], None
@@ -807,8 +804,7 @@ def make_config(argv: list[str]) -> Config:
         file = f"{settings['run_dir']}/config.json"
         settings = vars(parser.parse_intermixed_args(["@", file, *flags]))
 
-    data = [name for name in settings if name.startswith("data.")]
-    source = {name.removeprefix("data."): settings.pop(name) for name in data}
+    source = {name[5:]: settings.pop(name) for name in list(settings) if name.startswith("data.")}
     return check_settings(Config, settings | {"data": source})
 
 
@@ -817,8 +813,7 @@ def main(argv: list[str]) -> int:
         try:
             return train(make_config(argv or ["--help"]))
         except torch.OutOfMemoryError as error:
-            advice = "lower --micro-packs, or use --recompute"
-            raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
+            raise RunError(f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute") from None
 
     return run_command(work)
 

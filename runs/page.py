@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 
@@ -42,16 +43,7 @@ EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a
 # Otherwise a picture in an answer would be fetched from any host that the answer names.
 HEAD = """<meta http-equiv="Content-Security-Policy"
     content="default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:">"""
-CSS = """
-mark { background: none }
-mark code { background: #fff4d6 !important; color: #5e4600 !important; border-color: #d9b75a !important }
-.dark mark code { background: #332b14 !important; color: #f0d993 !important; border-color: #7d6524 !important }
-#text textarea { height: 60vh !important }
-@media (max-width: 640px) {
-  .row:has(> .column) { flex-direction: column; flex-wrap: nowrap }
-  .row > .column:first-child { flex: none !important; width: 100%; max-height: 25vh; overflow-y: auto }
-}
-"""
+STYLE = Path(__file__).with_name("lib") / "page.css"
 
 
 def sentence(error: Exception) -> str:
@@ -185,8 +177,9 @@ def main() -> int:
         demo = page(openai.AsyncOpenAI(**access), model.id)
         theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         _, url, _ = demo.launch(
-            server_name=args.host, server_port=args.port, theme=theme, css=CSS, head=HEAD, share=False, ssr_mode=False,
-            run_history=False, enable_monitoring=False, footer_links=[], quiet=True, prevent_thread_lock=True,
+            server_name=args.host, server_port=args.port, theme=theme, css_paths=STYLE, head=HEAD, share=False,
+            ssr_mode=False, run_history=False, enable_monitoring=False, footer_links=[], quiet=True,
+            prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
         print(f"error: {base}/models names no model ({sentence(error)}); check the address", file=sys.stderr)

@@ -230,8 +230,6 @@ def sample_texts(run, command: str) -> list[str]:
     else:
         prompts = held_out_prompts(run)
         options = CONTINUATION | {"seed": run.config.seed}
-    room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
-    options["max_tokens"] = min(options["max_tokens"], room)
     found = engine.Generator(run.model, run.tokenizer).generate(prompts, **options)
     if command == "finetune":
         answers = map(run.tokenizer.decode, found)

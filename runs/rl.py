@@ -21,9 +21,8 @@ answer that does not end right after its number is wrong: a model that was rewar
 Held-out questions are answered before the first step, every --eval-every steps and at the end: greedily, and
 --eval-samples times at temperature 1 for pass@k.
 
-The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds this script too.
-Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as
-.jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are downloaded from Hugging Face. A model that was
+The run directory is like that of finetuning, and its report shows the rewards, and answers before and after. FOLDER
+holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet. A model that was
 finetuned on general conversations may know no sums: data/sft.py --source addition:COUNT:DIGITS shows it the form.
 """
 
@@ -88,7 +87,7 @@ if __name__ == "__main__":
 import chat_eval
 import sft
 import torch
-from chat_eval import Item, complete, sum_over_ranks
+from chat_eval import Item, complete
 from lib import engine
 
 
@@ -285,7 +284,7 @@ class Learner:
             sum(r.reward == 1 for r in rollouts),
             sum(any(r.advantage for r in group) for group in judged),
         ]
-        sampled, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
+        sampled, reward, right, useful = sum(ranks.gather(np.array(sums, float))).tolist()
         inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
         batch, batch.weights = pack_rollouts(self.script, *inputs)
         batch.total_tokens = int(sampled)
@@ -301,11 +300,9 @@ class Learner:
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
         prompt = chat_format.question_ids(self.tokenizer, item.question)
-        room = self.state.config.max_seq_len + 1 - len(prompt)
-        most = min(self.task.max_tokens, room)
-        options = {"top_k": 0, "tools": self.task.tools}
-        options["stop"] = (self.tokenizer.specials[chat_format.ASSISTANT_END],)
-        return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
+        options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
+        options |= {"top_k": 0, "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],)}
+        return [engine.Completion(prompt, seed=s % 2**32, **options) for s in seeds]
 
     def step(self, state, batch) -> torch.Tensor:
         """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
@@ -318,7 +315,7 @@ class Learner:
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
             state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-        targets = sum_over_ranks(np.array([batch.total_targets], float), state.ranks)[0]
+        targets = sum(state.ranks.gather(batch.total_targets))
         return nats / max(targets, 1)
 
     def evaluate(self, run) -> dict[str, float]:
@@ -353,7 +350,7 @@ class Learner:
             answer = {"question": items[i].question, "expected": items[i].expected}
             answer["answer"] = self.tokenizer.decode(group[0].tokens)
             answers.append(answer | {"reward": greedy.reward})
-        greedy, sampled = sum_over_ranks(right, ranks).T
+        greedy, sampled = sum(ranks.gather(right)).T
         found = {"greedy": float(greedy.mean())}
         for exponent in range(n.bit_length()):
             k = 2**exponent
@@ -419,25 +416,17 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 # ---- the command line
 
 
-def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> Settings:
-    """Those that were given, or those that the run to be resumed began with."""
-    given = script.read_description(home).get("rl") if args.resume else vars(args)
-    if given is None:
-        raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
-    return check_settings(Settings, given)
-
-
 def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
-    job = make_job(script, home, read_settings(script, home, args), args.resume)
+    given = tuning.describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
+    job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job.config, args, job)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = read_flags(argv, __doc__, add_new)
-    return run_command(lambda: reinforce(args))
+    return run_command(lambda: reinforce(read_flags(argv, __doc__, add_new)))
 
 
 if __name__ == "__main__":

@@ -121,10 +121,8 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     new_tokens = 0
     for prompt in args.prompt or [""]:
-        room = run.config.max_seq_len - len(run.tokenizer.encode(prompt))
-        most = max(1, min(args.tokens, room))
         print(prompt, end="", flush=True)
-        for delta in generator.stream_text(prompt, max_tokens=most, **options):
+        for delta in generator.stream_text(prompt, max_tokens=args.tokens, **options):
             print(delta, end="", flush=True)
             new_tokens += 1
         new_tokens -= 1  # the last delta belongs to no token

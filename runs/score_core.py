@@ -17,7 +17,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import sys
 import time
 from collections import deque
@@ -41,10 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true", help="quicker start, slower scoring")
-    args = parser.parse_args(argv)
-    if args.items < 0:
-        parser.error("--items must be at least 0")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -55,7 +51,7 @@ import torch
 import torch.nn.functional as F
 from lib import engine
 from lib.engine import adjacent_heads, jit, tl, triton, use_triton
-from lib.tuning import read_data
+from lib.tuning import open_dataset
 from torch import Tensor
 
 NUM_TASKS = 22
@@ -224,10 +220,10 @@ class CoreBatch:
 # As in training, but each row also has a gap of keys that it does not see. Forward only.
 
 
-def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int = 256) -> Tensor:
+def branch_attention_ref(q, k, v, first, skip, branch, block: int = 256) -> Tensor:
     """q, k, v (T, H, K) -> (T, H, K): row i sees the keys first[i] <= j <= i, except skip[i] <= j < branch[i].
 
-    Works in blocks of queries, as a dense mask over all tokens would not fit into memory.
+    q carries the scale. Works in blocks of queries, as a dense mask over all tokens would not fit into memory.
     """
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     index = torch.arange(len(q), device=q.device)
@@ -239,7 +235,7 @@ def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int 
         visible = (j >= first[own, None]) & (j <= i)
         visible &= (j < skip[own, None]) | (j >= branch[own, None])
         heads = [t.transpose(0, 1)[None] for t in (q[own], k[seen], v[seen])]
-        y[own] = F.scaled_dot_product_attention(*heads, visible, scale=scale)[0].transpose(0, 1)
+        y[own] = F.scaled_dot_product_attention(*heads, visible, scale=1.0)[0].transpose(0, 1)
     return y
 
 
@@ -251,7 +247,7 @@ def load_rows(x, index, stride, T, D: tl.constexpr):
 
 
 @jit
-def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, scale_log2, D: tl.constexpr,
+def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, D: tl.constexpr,
                             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """One block of BM rows and one head a program; sq, sk, sv and so are the strides of a token.
 
@@ -273,7 +269,7 @@ def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, 
     for n0 in range(tl.min(low, 0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
         K = load_rows(k + h * D, n, sk, T, D)
-        scores = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2
+        scores = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634  # log2(e)
         seen = (n[None, :] >= low[:, None]) & (n[None, :] <= m[:, None])
         seen = seen & ((n[None, :] < gap[:, None]) | (n[None, :] >= after[:, None]))
         scores = tl.where(seen, scores, -1e30)
@@ -295,30 +291,22 @@ def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, 
 TILES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 
-def kernel_runs(q: Tensor) -> bool:
-    """16 bits on a GPU from Ampere on, and a head width that is a power of two."""
-    return use_triton(q) and q.size(2).bit_count() == 1
-
-
 @torch.library.custom_op("decoderstack_core::branch_attention", mutates_args=())
-def branch_attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor, scale: float
-) -> Tensor:
+def branch_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor) -> Tensor:
     """branch_attention_ref, by the kernel where it runs."""
-    if not kernel_runs(q):
-        return branch_attention_ref(q, k, v, first, skip, branch, scale)
+    if not use_triton(q):
+        return branch_attention_ref(q, k, v, first, skip, branch)
     T, H, D = q.shape
     q, k, v = (adjacent_heads(t) for t in (q, k, v))
     o = q.new_empty(T, H, D)
     strides = (q.stride(0), k.stride(0), v.stride(0), o.stride(0))
     grid = (triton.cdiv(T, TILES["BM"]), H)
-    branch_attention_kernel[grid](q, k, v, o, first, skip, branch, T, *strides, scale * math.log2(math.e), D,
-                                  **TILES)  # fmt: skip
+    branch_attention_kernel[grid](q, k, v, o, first, skip, branch, T, *strides, D, **TILES)
     return o
 
 
 @branch_attention.register_fake
-def _(q, k, v, first, skip, branch, scale):
+def _(q, k, v, first, skip, branch):
     return q.new_empty(q.shape)
 
 
@@ -337,7 +325,7 @@ def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
         if layer in config.key_offset_layers:
             k = model.offset_keys(k, k[inputs.previous_T], first_T11)
         first = inputs.first_2T[int(layer in config.long_layers)]
-        return branch_attention(q, k, v, first, inputs.skip_T, inputs.branch_T, 1.0)
+        return branch_attention(q, k, v, first, inputs.skip_T, inputs.branch_T)
 
     before_T = inputs.previous_T[inputs.previous_T]
     previous_2T = inputs.tokens_T[torch.stack((inputs.previous_T, before_T))]
@@ -492,22 +480,15 @@ def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: 
     path.write_text(json.dumps(of_training | result, indent=1), encoding="utf-8")
 
 
-def open_dataset(run: engine.Run, args: argparse.Namespace):
-    """The dataset of --data or of the run. Raises: RunError if it does not fit the run"""
-    dataset = read_data(run.script.Dataset.open, args.data or run.config.data)
-    root = dataset.root
-    if not core_files(dataset):
-        add = f"python data/core.py --download --data {root}"
-        raise RunError(f"{root} has no CORE tasks; add them with {add}, or name another dataset with --data")
-    if run.tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
-        raise RunError(f"{root} has another tokenizer than {args.run_dir}; pass the --data of the run")
-    return dataset
-
-
-def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
+def score_run(args: argparse.Namespace) -> dict:
     """Scores the model of a run and writes the files. Returns what is printed last."""
+    run = engine.load_run(args.run_dir, args.step, dtype=args.dtype)
+    ranks = run.script.start_ranks()
     model = run.model
-    dataset = open_dataset(run, args)
+    dataset = open_dataset(run.script, args.data or run.config.data, args.run_dir)
+    if not core_files(dataset):
+        add = f"python data/core.py --download --data {dataset.root}"
+        raise RunError(f"{dataset.root} has no CORE tasks; add them with {add}, or name another dataset with --data")
     bos_id = dataset.tokenizer.bos_id
     limit = model.config.max_seq_len
     size = args.batch_tokens or default_batch_tokens(ranks.device)
@@ -532,17 +513,11 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     result = {"core": core.centered, "core_seconds": core.seconds, "core_items": args.items or None}
     if ranks.is_main:
         write_scores(run, args.run_dir, rows, result)
-    return result
+    return result | {"run_dir": str(args.run_dir)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-
-    def work() -> dict:
-        run = engine.load_run(args.run_dir, args.step, dtype=args.dtype)
-        return score_run(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
-
-    return run_command(work)
+    return run_command(lambda: score_run(parse(argv)))
 
 
 if __name__ == "__main__":

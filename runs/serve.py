@@ -5,34 +5,27 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-CONNECT.md has the lines for other clients.
-
 GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions, /tokenize and
-/detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every step of the model. Up to
---max-waiting more wait, and above that the answer is 429. A request without a row takes one from a request with
-several, whose answer continues later. A conversation finds its keys and values in the row that it left, and a prefix
-that several prompts share, such as a system text, is computed once.
+/detokenize; runs/lib/protocol.py has their fields, CONNECT.md the lines for other clients.
+
+The event loop checks a request and submits it to the Worker, a thread that owns the model and decodes up to --rows
+answers together. Up to --max-waiting more wait, and above that the answer is 429. A request without a row takes one
+from a request with several, whose answer continues later.
 
 Log-probabilities are the model's own, before temperature and penalties. With echo they cover the prompt, as
-lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
+lm-evaluation-harness needs it (model local-completions, add_bos_token=True). A finetuned model has a calculator, except
+where response_format asks for JSON: call and result are in the text, as [3*4 = 12], and in a stream those pieces carry
+"part": "python" or "python_output" beside "content".
 
-A system message goes in front of the user message behind it, as in training, and messages of one role in a row become
-one. If the last message is the assistant's, the answer continues it. A finetuned model has a calculator: its call and
-result are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or "python_output" beside
-"content". Models without finetuning offer only completions. With response_format an answer is JSON, without a
-calculator.
-
-The server listens on 127.0.0.1 by default. With --api-key, or a key in the environment variable DECODERSTACK_API_KEY,
-all but /health needs "Authorization: Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS
-rebinding), Origin, if sent, must be the server itself or an --allow-origin (CORS), and a POST must be application/json.
-Texts are never logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy, which closes
-idle connections. SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
+With --api-key, or a key in the environment variable DECODERSTACK_API_KEY, all but /health needs "Authorization: Bearer
+KEY". Host must be an IP address, localhost or an --allow-host (against DNS rebinding), Origin, if sent, must be the
+server itself or an --allow-origin (CORS), and a POST must be application/json. Texts are never logged. SIGTERM and
+Ctrl-C end the server once the answers under way are written, after --drain seconds at most.
 """
 
 import argparse
 import asyncio
 import contextlib
-import functools
 import hmac
 import ipaddress
 import os
@@ -47,6 +40,7 @@ import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 KEY_VARIABLE = "DECODERSTACK_API_KEY"
@@ -84,7 +78,7 @@ import torch
 import uvicorn
 from lib import engine
 from lib.chat_format import is_chat_run
-from lib.command import RunError, first_line
+from lib.command import RunError, first_line, print_note
 from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -121,17 +115,17 @@ class Metrics:
     def __init__(self, worker: "Worker"):
         self.registry = prometheus.CollectorRegistry()
         own = {"namespace": "decoderstack", "registry": self.registry}
-        counter = functools.partial(prometheus.Counter, **own)
+        counter = partial(prometheus.Counter, **own)
         self.requests = counter("requests", "Requests by path and status", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.cached_tokens = counter("cached_tokens", "Tokens of prompts that earlier requests had cached")
         self.new_tokens = counter("generated_tokens", "Tokens of answers")
         self.steps = counter("steps", "Steps of the model")
-        self.moved = counter("moved_answers", "Answers that made room for another request")
-        self.left = counter("abandoned_requests", "Requests whose client left")
-        text = "From a request to the first token of each of its answers"
-        self.first_token = prometheus.Histogram("first_token_seconds", text, **own)
-        gauge = functools.partial(prometheus.Gauge, **own)
+        self.preemptions = counter("moved_answers", "Answers that made room for another request")
+        self.abandoned = counter("abandoned_requests", "Requests whose client left")
+        text = "From the arrival of a request to the first token of an answer, counted for each answer"  # as in vLLM
+        self.time_to_first_token = prometheus.Histogram("time_to_first_token_seconds", text, **own)
+        gauge = partial(prometheus.Gauge, **own)
         gauge("rows", "Answers that can be written at a time").set_function(lambda: worker.decoder.num_rows)
         gauge("answers_live", "Answers being written").set_function(lambda: len(worker.sequences))
         gauge("answers_waiting", "Answers that wait for a row").set_function(worker.waiting)
@@ -148,7 +142,7 @@ class Worker(threading.Thread):
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by row
         self.idle_rows = list(range(rows))  # the one unused for longest first
-        self.rounds_held = 0  # rounds in a row that new sequences have waited for others
+        self.steps_held = 0  # steps in a row that new sequences have waited for others
         self.unsent: set[Request] = set()  # requests with news that the event loop has not heard of
         self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
@@ -180,7 +174,7 @@ class Worker(threading.Thread):
     def withdraw(self, request: Request) -> None:
         """Ends a request, also when its client left; its rows are free before the next step."""
         if not request.gone and not request.done() and not request.error:
-            self.metrics.left.inc()
+            self.metrics.abandoned.inc()
         request.gone = True
         with self.wake:
             request.waiting.clear()
@@ -200,7 +194,7 @@ class Worker(threading.Thread):
             while not self.closed:
                 with self.wake:
                     self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
-                self.round()
+                self.step()
         except Exception as error:
             self.error = error
             if self.warm.is_set():  # else main() tells it
@@ -224,11 +218,11 @@ class Worker(threading.Thread):
                 self.decoder.step()
                 self.decoder.free(0)
 
-    def round(self) -> None:
+    def step(self) -> None:
         """Drops sequences that nobody waits for, puts others into free rows, and makes one step."""
         for row, sequence in list(self.sequences.items()):
             if sequence.request.gone or sequence.reason:  # its client left, or a stop string ended it
-                self.evict(row)
+                self.release(row)
         with self.wake:
             self.preempt()
             new = self.schedule()
@@ -238,12 +232,12 @@ class Worker(threading.Thread):
         except Exception:
             self.fail([*new])
         try:
-            events = self.decoder.step()
-            if events:
+            outputs = self.decoder.step()
+            if outputs:
                 self.failures = 0
                 self.metrics.steps.inc()
-                self.metrics.new_tokens.inc(sum(event.token is not None for event in events))
-            self.deliver([self.add_output(event) for event in events])
+                self.metrics.new_tokens.inc(sum(output.token is not None for output in outputs))
+            self.deliver([self.add_output(output) for output in outputs])
         except Exception:
             self.fail([*self.sequences])
 
@@ -262,15 +256,15 @@ class Worker(threading.Thread):
                 return
             rows = [row for row, sequence in self.sequences.items() if sequence.request is largest]
             row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))
-            largest.waiting.appendleft(self.evict(row))
+            largest.waiting.appendleft(self.release(row))
             self.queue[largest] = None
-            self.metrics.moved.inc()
+            self.metrics.preemptions.inc()
 
     def schedule(self) -> dict[int, Sequence]:
         """Chooses rows for waiting sequences.
 
         The request with the fewest rows is next, and of these the one that came first. A sequence gets the row that
-        holds its longest prefix, or the one that has been unused for longest. What one round computes is bounded.
+        holds its longest prefix, or the one that has been unused for longest. What one step computes is bounded.
         """
         new = {}
         if not self.idle_rows or not self.queue or self.holds_back():
@@ -294,8 +288,8 @@ class Worker(threading.Thread):
     def holds_back(self) -> bool:
         """Whether a few new sequences should wait for others, as each prefill holds all rows up."""
         few = self.waiting() < self.decoder.num_rows // 8
-        wait = bool(self.sequences) and few and self.rounds_held < HOLD
-        self.rounds_held = self.rounds_held + 1 if wait else 0
+        wait = bool(self.sequences) and few and self.steps_held < HOLD
+        self.steps_held = self.steps_held + 1 if wait else 0
         return wait
 
     def add_sequences(self, new: dict[int, Sequence]) -> None:
@@ -306,7 +300,7 @@ class Worker(threading.Thread):
                 self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
                 self.metrics.cached_tokens.inc(num_cached[row])
 
-    def evict(self, row: int) -> Sequence:
+    def release(self, row: int) -> Sequence:
         """Makes a row idle, whether its answer has ended or not; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
             self.decoder.stop([row])
@@ -317,14 +311,14 @@ class Worker(threading.Thread):
 
     # -- results
 
-    def add_output(self, event: engine.StepOutput) -> Sequence:
+    def add_output(self, output: engine.StepOutput) -> Sequence:
         """Gives what a step did to the sequence in its row."""
-        sequence = self.sequences[event.row]
-        sequence.add_output(event)
-        if event.token is not None and len(sequence.completion.tokens) == 1:
-            self.metrics.first_token.observe(time.monotonic() - sequence.request.began)
-        if event.reason:
-            self.evict(event.row)
+        sequence = self.sequences[output.row]
+        sequence.add_output(output)
+        if output.token is not None and len(sequence.completion.tokens) == 1:
+            self.metrics.time_to_first_token.observe(time.monotonic() - sequence.request.began)
+        if output.reason:
+            self.release(output.row)
         return sequence
 
     def fail(self, rows: list[int]) -> None:
@@ -335,7 +329,7 @@ class Worker(threading.Thread):
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
-            self.evict(row)
+            self.release(row)
         self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
     def deliver(self, sequences: list[Sequence]) -> None:
@@ -348,7 +342,7 @@ class Worker(threading.Thread):
             if sequence.request.fields.stream or (sequence.reason and sequence.request.done()):
                 self.unsent.add(sequence.request)
         now = time.monotonic()
-        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}
+        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}  # last or first id
         if not self.sequences or now - self.notified >= MESSAGE_SECONDS * (len(self.sequences) - FEW):
             self.notified = now
             urgent = self.unsent
@@ -393,14 +387,11 @@ class Server(uvicorn.Server):
             Route("/metrics", self.metrics),
             Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
             Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
+            Route("/v1/chat/completions", partial(self.post, self.protocol.prepare_chat), methods=["POST"]),
+            Route("/v1/completions", partial(self.post, self.protocol.prepare_texts), methods=["POST"]),
+            Route("/tokenize", partial(self.post, self.protocol.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
         ]
-        for path, action in {
-            "/v1/chat/completions": self.protocol.prepare_chat,
-            "/v1/completions": self.protocol.prepare_texts,
-            "/tokenize": self.protocol.tokenize,
-            "/detokenize": self.protocol.detokenize,
-        }.items():
-            routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
         paths = {route.path for route in routes}
         origins = [origin.rstrip("/") for origin in args.allow_origin]
@@ -446,7 +437,7 @@ class Server(uvicorn.Server):
         if isinstance(found, Request):
             if found.fields.response_format.type != "text":  # in threads of their own, as others must not wait
                 await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, found)
-            return functools.partial(self.reply, found)
+            return partial(self.reply, found)
         return JSONResponse(found)
 
     async def reply(self, request: Request, scope, receive, send) -> None:
@@ -554,8 +545,7 @@ class Gate:
         right = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
         if kind.lower() == "bearer" and right:
             return None
-        message = 'this server needs its key in the header "Authorization: Bearer KEY"'
-        return APIError(401, message, code="invalid_api_key")
+        return APIError(401, 'this server needs its key: send "Authorization: Bearer KEY"', code="invalid_api_key")
 
 
 async def failure(http_request: HTTPRequest, error: Exception) -> Response:
@@ -597,7 +587,7 @@ def main() -> int:
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_note(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         os._exit(130)  # Python would abort while the worker is in the middle of a step
@@ -605,8 +595,7 @@ def main() -> int:
     kind = "chat" if server.protocol.chat else "completions"
     sizes = f"{server.worker.decoder.num_rows} rows, context {server.protocol.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
-        note = "note: everyone who can reach this address can use the model; set a key with --api-key"
-        print(note, file=sys.stderr)
+        print_note("note: everyone who can reach this address can use the model; set a key with --api-key")
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(server, "should_exit", True))

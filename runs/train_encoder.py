@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import check_command, read_data, tool_entries
+from lib.tuning import describe_run, read_data, tool_entries
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -357,10 +357,8 @@ def build_state(config: Config, ranks, say: Callable = print):
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
-    """The Config and config.json of an encoder run. Raises: RunError if another command made it"""
-    description = script.read_description(run_dir)
-    if command:
-        check_command(run_dir, description, command)
+    """The Config and config.json of an encoder run, or of one to resume. Raises: RunError if another command made it"""
+    description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
     if description.get("command") not in ("train_encoder", "finetune_encoder"):
         raise RunError(f"{run_dir} is not an encoder run; name one that is")
     return Config(**description["config"]), description
@@ -375,18 +373,14 @@ def pretrain(args: argparse.Namespace) -> dict:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
         config = check_settings(Config, {**SIZES[args.size], **vars(args)})
-    check_config(config)
+    if config.width % config.head_dim or config.head_dim % 2:
+        found = f"--width {config.width} must be a multiple of an even --head-dim"
+        raise RunError(f"{found}, found {config.head_dim}")
+    if config.max_seq_len > config.pack_tokens:
+        found = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
+        raise RunError(f"{found}, but a document must fit into a pack; change one of them")
     job = make_job(config, read_data(script.Dataset.open, config.data))
     return script.train(job.config, args, job)
-
-
-def check_config(c: Config) -> None:
-    """Raises RunError for the first setting that does not fit."""
-    if c.width % c.head_dim or c.head_dim % 2:
-        raise RunError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
-    if c.max_seq_len > c.pack_tokens:
-        found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise RunError(f"{found}, but a document must fit into a pack; change one of them")
 
 
 def make_job(config: Config, dataset):
@@ -429,8 +423,7 @@ def make_job(config: Config, dataset):
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = read_flags(argv, __doc__, add_new)
-    return script.run_command(lambda: pretrain(args))
+    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_new)))
 
 
 if __name__ == "__main__":

@@ -400,7 +400,8 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
     ]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, args)])
-        assert chat_script.main() == 1
+        with pytest.raises(SystemExit, match="^1$"):
+            sys.exit(chat_script.main())
         err = capsys.readouterr().err
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
     for args, message in [

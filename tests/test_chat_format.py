@@ -116,7 +116,7 @@ def test_it_is_what_models_are_trained_on(name, bpe):
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_ollama(system, bpe):
     """Its template, with the two constructs that it uses filled in by hand."""
-    text = export_portable.CHAT_MODELFILE.partition('TEMPLATE """')[2].removesuffix('"""')
+    text = export_portable.HOW_TO_RUN.read_text().partition('TEMPLATE """')[2].partition('"""')[0]
     text = re.sub(r"{{ if .System }}(.*?){{ end }}", r"\1" if system else "", text, flags=re.DOTALL)
     text = text.replace("{{ .System }}", system).replace("{{ .Prompt }}", "Hi").partition("{{ .Response }}")[0]
     tokenizer = ts.Tokenizer(bpe)

@@ -204,7 +204,7 @@ def test_attention_kernel(data, model, monkeypatch):
     """The Triton kernel in its interpreter (or on a GPU) against the reference, on a real layout."""
     if score_core.triton is None:
         pytest.skip("no triton")
-    monkeypatch.setattr(score_core, "kernel_runs", lambda q: True)
+    monkeypatch.setattr(score_core, "use_triton", lambda q: True)
     task = read(data, "arc_easy")
     batch = score_core.CoreBatch(512, model.windows, 0)
     for rows, spans in zip(task.items, task.spans, strict=True):
@@ -213,7 +213,7 @@ def test_attention_kernel(data, model, monkeypatch):
     qkv = torch.randn(512, 3, 2, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = qkv.to(inputs.tokens_T.device).half().unbind(1)
     for first in inputs.first_2T:
-        layout = (first, inputs.skip_T, inputs.branch_T, 1.0)
+        layout = (first, inputs.skip_T, inputs.branch_T)
         found = score_core.branch_attention(q, k, v, *layout)
         wanted = score_core.branch_attention_ref(q.float(), k.float(), v.float(), *layout)
         torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3)
@@ -365,16 +365,19 @@ def test_two_processes(trained, tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_mistakes_of_the_command(trained, tmp_path, dataset_dir):
+def test_mistakes_of_the_command(data, trained, tmp_path):
     """A dataset without CORE files is named with the command that adds them."""
+    bare = shutil.copytree(data, tmp_path / "bare")
+    info = json.loads((bare / "dataset.json").read_text())
+    info["files"] = {name: entry for name, entry in info["files"].items() if not name.startswith("core/")}
+    (bare / "dataset.json").write_text(json.dumps(info))
     other = write_dataset(tmp_path / "other", merges=MERGES[:-1])
     info = json.loads((other / "dataset.json").read_text())
     info["files"]["core/copa.npz"] = {"sha256": ""}
     (other / "dataset.json").write_text(json.dumps(info))
     for flags, words in (
-        (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
+        (("--data", bare), f"python data/core.py --download --data {bare}"),
         (("--data", other), "another tokenizer"),
         (("--step", 99), "step 99"),
-        (("--items", -1), "--items must be at least 0"),
     ):
         assert words in stops(score_core.main, trained, *flags)

@@ -692,7 +692,7 @@ def test_later_settings_count(tmp_path):
     (["--chat-template", ROOT / "runs/sft_qwen.toml"], "does not mark what the assistant says with {% generation %}"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
-    (["--model-name", "/nowhere/x"], "--model-name /nowhere/x does not exist; give a folder of save_pretrained"),
+    (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),
     (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "--sequence-length is above the model's 256"),
     (["--attention", "eager9"], "--attention eager9 does not fit"),
     (["--sequence-length", "10"], "none of the 52 rows fits; check --sequence-length"),

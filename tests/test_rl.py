@@ -56,7 +56,7 @@ def source(tmp_path_factory):
 
 def settings_of(*flags) -> rl.Settings:
     """Those of a new run."""
-    return rl.read_settings(None, None, rl.read_flags([str(flag) for flag in flags], rl.__doc__, rl.add_new))
+    return rl.check_settings(rl.Settings, vars(rl.read_flags([str(flag) for flag in flags], rl.__doc__, rl.add_new)))
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "it needs gsm8k*train* and gsm8k*test*"),
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
-        (rl.main, ["--resume", "--run-dir", source], "is no run of runs/rl.py"),
+        (rl.main, ["--resume", "--run-dir", source], "is a run of runs/finetune.py; continue it with"),
         (rl.main, ["--resume"], "the following arguments are required: --run-dir"),
         (rl.main, [], "the following arguments are required: RUN"),
         (ts.main, resume, "python runs/rl.py --resume"),

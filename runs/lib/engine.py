@@ -43,6 +43,7 @@ from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 try:  # without Triton (CPUs, Macs, Windows) the plain path runs
     import triton
@@ -54,6 +55,8 @@ jit = triton.jit if triton else (lambda function: function)
 INTERFACE = 9  # of the training scripts that this file can read
 PREFILL_TOKENS = 65536  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
+GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
+NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
 
 # ==== Load
 
@@ -107,7 +110,7 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
             raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
-    state = script.check_checkpoint(folder, needed)
+        script.check_checkpoint(folder, needed)
 
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
@@ -120,7 +123,7 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
         raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
-    return Run(script, model.eval(), tokenizer, config, state["step"])
+    return Run(script, model.eval(), tokenizer, config, int(folder.name[5:]))
 
 
 def choose_device(name: str) -> torch.device:
@@ -247,18 +250,14 @@ class PrefillInputs(NamedTuple):
     last_new: Any  # (N,)
     plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
 
-    def arrays(self) -> list:
-        return [*self[:6], *self.plans[0], *self.plans[1]]
-
     def flat(self) -> Tensor:
         """All arrays behind each other, so that one copy brings them to the device."""
-        return torch.from_numpy(np.concatenate(self.arrays()))
+        return torch.from_numpy(np.concatenate(pytree.tree_leaves(self)))
 
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
-        parts = flat.split([len(array) for array in self.arrays()])
-        half = 6 + len(RingPlan._fields)
-        return PrefillInputs(*parts[:6], (RingPlan(*parts[6:half]), RingPlan(*parts[half:])))
+        arrays, structure = pytree.tree_flatten(self)
+        return pytree.tree_unflatten(flat.split([len(array) for array in arrays]), structure)
 
 
 class PrefillBucket(NamedTuple):
@@ -464,7 +463,7 @@ class Completion:
     """One request to a Decoder: a prompt, its options, and the result. (A client's request may need several.)"""
 
     prompt: list[int]  # BOS included
-    max_tokens: int = 128
+    max_tokens: int = 128  # fewer if the context ends before
     temperature: float = 0.8  # 0: the most likely id
     top_k: int = 50  # 0: all
     top_p: float = 1.0
@@ -491,15 +490,12 @@ class Completion:
     call: list[int] | None = None
     tool_result: list[int] = field(default_factory=list)
 
-    def check(self, max_len: int) -> None:
-        """Raises RunError if it does not fit a row for sequences of max_len tokens."""
-        length = len(self.prompt)
-        room = max(max_len + 1 - length, 0)  # the last new token needs no slot in the cache
-        assert length and self.max_tokens > 0, "give at least a BOS token, and ask for one token"
-        if self.max_tokens > room:
-            wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
-            fewer = f" or ask for at most {room}" if room else ""
-            raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
+    def fit(self, max_len: int) -> None:
+        """Lowers max_tokens to what a row for sequences of max_len tokens has room for. Raises: RunError if for none"""
+        room = max_len + 1 - len(self.prompt)  # the last new token needs no slot in the cache
+        if room < 1:
+            raise RunError(f"a prompt of {len(self.prompt)} tokens exceeds the context of {max_len}; shorten it")
+        self.max_tokens = min(self.max_tokens, room)
 
     def has_processors(self) -> bool:
         """Whether its logits are changed before they are sampled from."""
@@ -566,7 +562,7 @@ class Completion:
 class Generator:
     """Continues prompts of different lengths, up to num_rows at a time.
 
-    Options are fields of Completion. RunError says that a prompt and its answer do not fit.
+    Options are fields of Completion. RunError says that a prompt does not fit.
     """
 
     def __init__(self, model, tokenizer, num_rows: int = 128):
@@ -596,10 +592,11 @@ class Generator:
     def take_decoder(self, completions: list[Completion]) -> Decoder:
         """The decoder of the last call if it fits these completions, else a new one."""
         num_rows = min(len(completions), self.num_rows)
-        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
+        length = self.model.config.max_seq_len
         if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
             num_rows = 1 << (num_rows - 1).bit_length()
-            length = self.model.config.max_seq_len
+        else:
+            length = min(length, max(len(c.prompt) + c.max_tokens for c in completions) - 1)
 
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
@@ -717,11 +714,11 @@ class Decoder:
         The last id of a prompt goes in with the next step, which gives the first new one.
 
         Returns: {row: how many ids of its sequence were in the cache, left there by earlier requests}
-        Raises:  RunError if one does not fit its row
+        Raises:  RunError if a prompt does not fit its row
         """
         for row, completion in completions.items():
             assert row not in self.running, f"row {row} is taken"
-            completion.check(self.max_len)
+            completion.fit(self.max_len)
         sequences = {row: c.all_tokens() for row, c in completions.items()}
         scored = {row: c for row, c in completions.items() if c.score_prompt}
 
@@ -807,7 +804,7 @@ class Decoder:
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
-        following = self.rows_after(pending) if self.overlap else {}
+        following = self.completions_after(pending) if self.overlap else {}
         if not following:
             return self.finish(pending)
         logits = self.compute_logits()
@@ -822,8 +819,8 @@ class Decoder:
             self.pending = self.launch(following, logits)
         return outputs
 
-    def rows_after(self, pending: PendingStep) -> dict[int, Completion]:
-        """The completions of the next step: all but those whose last token is pending."""
+    def completions_after(self, pending: PendingStep) -> dict[int, Completion]:
+        """The completions of the next step: all but those whose last token is pending, whose rows become idle."""
         completions = dict(self.running)
         for row, completion in pending.completions.items():
             if len(completion.tokens) + 1 >= completion.max_tokens:
@@ -831,7 +828,7 @@ class Decoder:
                 del completions[row]
         return completions
 
-    def run(self, key, work: Callable, *arguments):
+    def run_graph(self, key, work: Callable, *arguments):
         """As Graphs.run, where there are graphs."""
         return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
 
@@ -839,15 +836,15 @@ class Decoder:
         """The logits (B, V) of the ids that go in, before masks and processors. The next call may overwrite them."""
         state = self.state
         inputs = (self.decode_cache, state.tokens, state.previous, state.positions, self.layer_weights)
-        logits = self.run("logits", self.decode, self.model, *inputs)
+        logits = self.run_graph("logits", self.decode, self.model, *inputs)
         return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
 
     def launch(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
         """Samples an id for each row from logits (B, V). They go in with the next step, except where a tool speaks."""
         self.state.set_masks(completions)
-        self.run(self.kind, self.sample_step, self.kind, logits)
+        self.run_graph(self.kind, self.sample_step, self.kind, logits)
         wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
-        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
+        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []  # of the ids just sampled
 
         # Copied without waiting for the device; done is when the copy is complete.
         cuda = self.state.sampled.is_cuda
@@ -915,9 +912,7 @@ class Decoder:
 
 # ==== Sampling
 
-GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
 SORT_SIZES = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
-NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
 
 
 class StepKind(NamedTuple):
@@ -1058,9 +1053,8 @@ def compute_logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> list[
     logprobs = logits_BV.float().log_softmax(-1)
     chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
     top = logprobs.topk(max(num_top, 1))
-    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    tops = [list(zip(*pair, strict=True)) for pair in tops]
-    return [TokenLogprob(*pair) for pair in zip(chosen, tops, strict=True)]
+    rows = zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [TokenLogprob(logprob, list(zip(ids, values, strict=True))) for logprob, ids, values in rows]
 
 
 # ==== Prefix cache
@@ -1100,8 +1094,8 @@ class PrefixCache:
         others = self.tokens[: self.num_rows]
         for row, sequence in sequences.items() if self.shared else ():
             source = max(self.shared, key=lambda shared: self.match(shared, sequence))
-            longest = max(num_cached[row], self.match(source, sequence))
-            common = max(len(commonprefix([sequence[:-1], other])) for other in others)
+            longest = max(num_cached[row], self.match(source, sequence))  # cached prefix
+            common = max(len(commonprefix([sequence[:-1], other])) for other in others)  # with any sequence before it
             others.append(sequence)
             oldest = self.shared[0]
             if common >= longest + MIN_SHARED_PREFIX and oldest not in copies.values():
@@ -1147,8 +1141,8 @@ class Graphs:
 
 
 def use_triton(x: Tensor) -> bool:
-    """The kernel runs on CUDA tensors of 16 bits from Ampere on; all else takes the plain path."""
-    can_run = triton is not None and x.is_cuda and x.itemsize <= 2
+    """Kernels run on CUDA tensors (.., K) of 16 bits, from Ampere on, K a power of two; else the plain path does."""
+    can_run = triton is not None and x.is_cuda and x.itemsize <= 2 and x.size(-1).bit_count() == 1
     return can_run and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
@@ -1245,9 +1239,9 @@ def adjacent_heads(x: Tensor) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
 ) -> Tensor:
-    """As decode_attention_ref, by the kernel where it runs: for head widths that are powers of two."""
+    """As decode_attention_ref, by the kernel where it runs."""
     B, H, width = q.shape
-    if not use_triton(q) or width & (width - 1):
+    if not use_triton(q):
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
     q, k, v = (adjacent_heads(t) for t in (q, k, v))
     o = q.new_empty(B, H, width)

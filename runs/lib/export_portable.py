@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 import gguf
 import torch
+from jinja2 import Template
 from lib.command import RunError
 from safetensors.torch import load_file
 from tokenizer import PATTERNS
 from torch import Tensor
 
+HOW_TO_RUN = Path(__file__).with_name("export_gguf.jinja")
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
 # Split patterns that llama.cpp knows, and what it calls them.
@@ -216,10 +218,9 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
         part.unlink(missing_ok=True)
     is_chat = vocabulary.end != vocabulary.bos
     print(f"wrote {path}: {kind}, {path.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
-    context = fields["max_position_embeddings"]
-    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
-    print(HOW_TO_RUN.format(path=shlex.quote(str(path)), file=path.name, context=context, prompt=prompt), end="")
-    print(CHAT_MODELFILE if is_chat else "TEMPLATE {{ .Prompt }}")
+    how_to_run = Template(HOW_TO_RUN.read_text(encoding="utf-8"), trim_blocks=True)
+    about = {"file": path.name, "context": fields["max_position_embeddings"], "is_chat": is_chat}
+    print(how_to_run.render(path=shlex.quote(str(path)), **about), end="")
 
 
 def add_shape(writer, fields: dict) -> None:
@@ -263,18 +264,3 @@ def add_vocabulary(writer, vocabulary: Vocabulary, size: int) -> None:
 def without_marks(template: str) -> str:
     """A chat template without the marks of what the loss counts, which only transformers knows."""
     return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-
-
-HOW_TO_RUN = """\
-With llama.cpp:
-llama-cli -m {path} -c {context} {prompt}
-llama-server -m {path} -c {context} --jinja
-With ollama, from this Modelfile:
-FROM ./{file}
-PARAMETER num_ctx {context}
-"""
-CHAT_MODELFILE = '''\
-PARAMETER stop <|assistant_end|>
-TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
-
-{{ end }}{{ .Prompt }}<|user_end|><|assistant_start|>{{ .Response }}<|assistant_end|>"""'''

@@ -278,7 +278,7 @@ class Protocol:
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
-                    max_tokens=min(max(fields.max_tokens, 1), self.limit + 1 - len(prompt)),
+                    max_tokens=max(fields.max_tokens, 1),
                     stop=self.stops,
                     tools=self.chat and fields.response_format.type == "text",
                     seed=fields.seed + len(sequences) * engine.SEED_STRIDE,

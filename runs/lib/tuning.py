@@ -45,6 +45,15 @@ def read_data(read: Callable, path: str | Path):
         raise RunError(f"{path} is damaged ({error!r:.200}); {way}") from None
 
 
+def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
+    """The script's Dataset at a path, for a run. Raises: RunError if it is damaged or has another tokenizer"""
+    dataset = read_data(script.Dataset.open, path)
+    if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
+        way = f"pass the --data of that run, or make one with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
+        raise RunError(f"{dataset.root} has another tokenizer than {run_dir}; {way}")
+    return dataset
+
+
 def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
     """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
     try:
@@ -55,12 +64,14 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
         raise RunError(str(error).replace("start again without --resume", way)) from None
 
 
-def check_command(run_dir: Path, description: dict, command: str) -> None:
-    """Raises RunError unless a run, by its config.json, is one of runs/COMMAND.py."""
+def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
+    """config.json of a run to resume. Raises: RunError if it is no run of runs/COMMAND.py"""
+    description = script.read_description(run_dir)
     found = description.get("command")
     if found != command:
         tool = f"runs/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
         raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
+    return description
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
