@@ -11,15 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What there is, and a few lines; tutorials count as runs.
 LINES = {
-    "train_small.py": 4130,
-    "train_medium.py": 4250,
-    "runs/**/*.py": 9450,
+    "train_small.py": 4160,
+    "train_medium.py": 4280,
+    "runs/**/*.py": 9490,
     "data/*.py": 3700,
     "records/*.py": 1950,
     "dev/*.py": 3020,
     "tests/**/*.py": 16260,
     "README.md": 190,
-    "runs/tutorials/train_plain.py": 450,
+    "runs/tutorials/train_plain.py": 465,
 }
 
 
