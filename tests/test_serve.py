@@ -842,8 +842,7 @@ def test_bench_with_a_server_of_its_own(runs):
         socket.create_connection(("127.0.0.1", int(re.search(r":(\d+) ", done.stdout)[1])), 5)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("drain", [0.2, 60])
+@pytest.mark.parametrize(("signum", "drain"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 60)])
 def test_signals_end_it_cleanly(runs, signum, drain):
     """Answers get --drain seconds, then an error; no new requests; nothing on stderr, and the exit code is 0."""
     flags = ["--port", "0", "--rows", "2", "--drain", str(drain), "--device", "cpu"]
