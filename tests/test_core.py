@@ -103,9 +103,6 @@ def data(bundle, tmp_path_factory):
     return root
 
 
-# ==== the definition, one example at a time
-
-
 def plain_rows(items, index, kind, shots, delimiter, encode, length):
     """[(tokens, start)] of one item; the tokens from start on are scored."""
     others = [other for i, other in enumerate(items) if i != index]
@@ -294,8 +291,6 @@ def test_mistakes(data, bundle, tmp_path):
     with pytest.raises(score_core.RunError, match="corrupt"):
         score_core.CoreTask.read(data / "core/copa.npz", "0" * 64, 0, LENGTH)
 
-
-# ==== the command
 
 SMALL = ("--batch-tokens", 700)  # a buffer of the default size takes a tenth of a second on a CPU
 
