@@ -697,7 +697,7 @@ def test_max_tokens_beyond_the_context(talker, writer):
     texts = [writer.text(model="writer", prompt=prompt, max_tokens=most, temperature=0).choices[0].text
              for most in (13, 513, 10**9, -1)]  # fmt: skip
     assert len(set(texts)) == 1
-    ask = {"model": "talker", "messages": HELLO, "temperature": 0}
+    ask = {"model": "talker", "messages": [{"role": "user", "content": "the rest " * 150}], "temperature": 0}
     texts = {talker.chat(**ask, **most).choices[0].message.content
              for most in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 3})}  # fmt: skip
     assert len(texts) == 1
