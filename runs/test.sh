@@ -10,4 +10,4 @@ source runs/lib/setup.sh
 setup requirements-test.txt
 ruff check .
 python dev/readability.py --check >/dev/null
-exec python -m pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
+exec python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

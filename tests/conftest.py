@@ -48,6 +48,12 @@ torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one ord
 os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 
 
+def pytest_collection_modifyitems(items: list) -> None:
+    """The files that take longest come first, so that processes that share them end at about the same time."""
+    names = "kernels page serve quickstart rl core generation notebook multi_node resume finetune_hf model".split()
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in names)
+
+
 freeze = gc.freeze
 gc.freeze = gc.unfreeze = lambda: None
 

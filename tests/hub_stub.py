@@ -205,7 +205,7 @@ def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub

@@ -37,9 +37,7 @@ def python(*argv, ranks=1, cwd=ROOT, env=None, timeout=120) -> subprocess.Comple
     options = dict(cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environments = [dict(env or os.environ) for _ in range(ranks)]
     if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank, own in enumerate(environments):
             own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -73,6 +71,12 @@ sys.exit(code)
 """
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def write_python(path: Path) -> Path:
     """An executable file that stands for Python. If it is killed, its program is killed with all that it started."""
     path.write_text(f"#!{sys.executable} -IS" + CLIENT.format(address=server()[0]))
@@ -87,9 +91,6 @@ def descendants(pid: int) -> list[int]:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             found += [int(child), *descendants(int(child))]
     return found
-
-
-# ---- the server
 
 
 @functools.cache

@@ -215,9 +215,6 @@ def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     assert chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
 
 
-# ==== a server
-
-
 class Stub(http.server.BaseHTTPRequestHandler):
     """Answers /v1/chat/completions with server.reply, or what it says to a request, and records the requests."""
 
@@ -302,9 +299,6 @@ def test_server_faults_are_one_sentence(server, reply, message, kept):
     assert say(chat, "again")[0] == "fine\n"
 
 
-# ==== a folder of save_pretrained
-
-
 @pytest.fixture
 def pretrained(tmp_path, monkeypatch):
     """pretrained(generate): a chat with a model that is only this function of the streamer."""
@@ -340,9 +334,6 @@ def test_failures_of_transformers_are_one_sentence(pretrained):
         plan.text, plan.fails = text, fails
         err = "error: transformers failed (no memory)\n" if fails else ""
         assert say(chat, "a") == (f"{text}\n", err) and len(chat.messages) == messages, text
-
-
-# ==== the command line
 
 
 @pytest.fixture
@@ -411,9 +402,6 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         with pytest.raises(SystemExit):
             chat_script.parse(args)
         assert message in capsys.readouterr().err
-
-
-# ==== full contexts of servers, pipes, and the keys of a terminal
 
 
 def test_a_server_whose_context_is_full(server):

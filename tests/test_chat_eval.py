@@ -60,8 +60,6 @@ def test_numbers_are_compared_as_numbers(text, number):
         assert not chat_eval.same_number("#### 999")(text)
 
 
-# ---- programs
-
 PROMPT = """from typing import List
 
 
@@ -104,8 +102,6 @@ def test_programs_end(monkeypatch):
     monkeypatch.setattr(chat_eval, "TIMEOUT", 1)
     assert not chat_eval.run_program("import time\ntime.sleep(60)\n", "x")
 
-
-# ---- files and the command
 
 ARC = [{"question": f"q{i}", "choices": {"text": ["a", "b", "c"], "label": ["1", "2", "3"]}, "answerKey": "2"}
        for i in range(5)]  # fmt: skip

@@ -111,8 +111,6 @@ def sections(*texts: str) -> list[pypi.Section]:
     return result
 
 
-# ==== rules
-
 TABLE = "".join(f'    "{a}{b}": "{b}{a}",\n' for a, b in itertools.combinations(WORDS[:12], 2))
 DROPPED = {
     "x/_vendor/y/a.py": (prose(5), "files in vendored copies and translations"),
@@ -205,9 +203,6 @@ def test_the_fast_ways_find_what_the_patterns_say():
     assert pypi.split_words(every) == pypi.WORD.findall(every)
 
 
-# ==== near duplicates
-
-
 @functools.cache
 def five_words(text: str) -> set[tuple[str, ...]]:
     words = text.split()
@@ -266,9 +261,6 @@ def test_validation_goes_first_and_the_first_hash_stays():
     assert train == sorted(train, key=lambda text: hashlib.blake2b(text, digest_size=16).digest())
 
 
-# ==== pip
-
-
 def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
     packages = pypi.set_packages(pypi.read_lock(), "p34")
     folder = world / "wheels"
@@ -302,9 +294,6 @@ def test_another_file_under_the_name_is_refused(world):
     with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(.* DO NOT MATCH"):
         pypi.fetch(packages, world / "wheels")
     assert not (world / "wheels/two-1.0-py3-none-any.whl").exists()
-
-
-# ==== the lock
 
 
 def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):

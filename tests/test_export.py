@@ -51,9 +51,6 @@ def test_tokens_that_no_merge_reaches(bpe):
         assert theirs.encode(text, add_special_tokens=False).ids == own.encode_ordinary(text), text
 
 
-# ---- the folder
-
-
 def test_card_and_files(bpe, tmp_path, capsys):
     """Results are those of the run, or of its log up to the saved step; nothing names this computer."""
     run_dir = write_run(tmp_path / "run", bpe)

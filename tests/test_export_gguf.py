@@ -55,9 +55,6 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(891), k=count)
 
 
-# ---- transformers
-
-
 def test_transformers(run, run_dir, tmp_path):
     """Qwen3ForCausalLM without code of ours: its logits, its tokens, and what it generates with a cache."""
     card = export_run(run_dir, tmp_path / "model")
@@ -79,9 +76,6 @@ def test_transformers(run, run_dir, tmp_path):
     start = torch.tensor([ids[:-8]])
     found = model.generate(start, do_sample=False, max_new_tokens=8, eos_token_id=-1)
     assert found[0].tolist() == ids
-
-
-# ---- GGUF
 
 
 @pytest.mark.parametrize("kind", export_portable.TYPES)
@@ -214,9 +208,6 @@ def test_file_of_a_finetuned_export(run_dir, finetuned, tmp_path):
     weights = AutoModelForCausalLM.from_pretrained(finetuned).state_dict()
     assert len(weights) == len(found) == 47 and len(list(finetuned.glob("*.safetensors"))) > 1
     assert all(torch.equal(found[names.get_name(name, (".weight",))], weight) for name, weight in weights.items())
-
-
-# ---- llama.cpp
 
 
 @needs_llama_cpp

@@ -17,9 +17,6 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Dynamic
 
 from conftest import export_run, tiny_config, tiny_medium, write_run
 
-# ---- the model, loaded by its own classes
-
-
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),
          "key_offset_layers": (), "backout_layer": -1, "mix_width": 0, "shared_input_from": 3}  # fmt: skip
@@ -320,9 +317,6 @@ def test_code_stands_alone(exported):
     lines = [line for line in code.read_text().splitlines() if line.startswith(("import ", "from "))]
     assert code.name == "modeling_decoderstack.py"
     assert {line.split()[1].split(".")[0] for line in lines} == {"dataclasses", "torch", "transformers"}
-
-
-# ---- through transformers' Auto classes
 
 
 CONVERSATION = [

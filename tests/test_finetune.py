@@ -127,9 +127,6 @@ def expected(tokens, mask):
     return tuple(tokens[:-1]), tuple(t if m else -1 for t, m in zip(tokens[1:], mask[1:], strict=True))
 
 
-# ---- packs
-
-
 def test_whole_conversations_once_an_epoch(setup, data):
     """Each epoch holds every conversation once, whole, with the mask's targets, in an order of its own."""
     config = setup[0]
@@ -177,9 +174,6 @@ def test_best_fit():
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
     packs = tuning.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
-
-
-# ---- the loss
 
 
 def step(setup, batch, packs=2):
@@ -231,9 +225,6 @@ def test_micro_batches_and_steps_without_a_target(setup):
     for _ in range(2):
         assert ts.train_step(state, empty).item() == 0
     assert all(param.isfinite().all() for param in state.model.parameters())
-
-
-# ---- runs
 
 
 def test_run_directory_is_complete(finished, base, data):
@@ -426,9 +417,6 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     assert ts.read_config(made).stages == ((1.0, 8, 0.8),)
     assert finetune.main(["--help"]) == 0
     assert "--packs N" in capsys.readouterr().out
-
-
-# ---- errors
 
 
 @pytest.mark.parametrize(("argv", "words"), [

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import types
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import ROOT, entries
-from processes import python
+from processes import free_port, python
 
 pytest.importorskip("datasets")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub
@@ -595,10 +594,7 @@ def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, fl
     """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
     reference = lora if flags else reference
     run_dir = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags]
     done = in_processes(folder, "-c", TWO_RANKS, *words, **address)
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache

@@ -17,8 +17,6 @@ WITH_OUR_SCRIPT = ("check_nodes.py", "finetune_hf.py", "scaling_plan.py", "train
 TOOLS = sorted(p for p in (*ROOT.glob("runs/*.py"), *ROOT.glob("runs/lib/*.py")) if p.name not in WITH_OUR_SCRIPT)
 
 
-# ---- the names
-
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
     Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
@@ -53,9 +51,6 @@ def test_tools_use_only_the_interface(path):
     assert not re.search(r"^ *(from|import) train_(small|medium)", source, re.M)
 
 
-# ---- the identity of a run
-
-
 @pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
 def test_fields_that_a_resumed_run_may_change(make, dataset):
     """All others are part of a run's identity; a new field of Config is, unless FREE_ON_RESUME names it."""
@@ -75,8 +70,6 @@ def test_config_of_an_older_script_is_read(module, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": values}))
     assert module.read_config(tmp_path) == config
 
-
-# ---- numbers
 
 # 20 steps in fp32 on a CPU, since large tables are updated by RMSProp. Other CPUs change them by
 # 2e-7; the medium model needs a larger epsilon in Adam for that, because zero weights begin with gradients of rounding.

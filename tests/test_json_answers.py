@@ -41,14 +41,14 @@ def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     monkeypatch.setattr(talker.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
     body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=400, temperature=0)
+        other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=80, temperature=0)
         shape = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
         choices = talker.chat(**body, response_format=shape).choices
     for choice in choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
     prompt = rendered(talker, HELLO)
-    assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=400, temperature=0.0)
+    assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=80, temperature=0.0)
 
 
 def ask(running, schema, **options):

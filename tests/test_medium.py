@@ -25,9 +25,6 @@ def config_of(*flags) -> tm.Config:
     return tm.make_config(tm.build_parser().parse_args(list(flags)))
 
 
-# ---- sizes and rules
-
-
 def test_sizes():
     """24 layers of width 1536: counted on the model itself, and by hand."""
     config = tm.Config()
@@ -85,9 +82,6 @@ def test_averages_are_no_field():
         config_of("--set", "average=0.2")
 
 
-# ---- fp8
-
-
 @pytest.fixture
 def fp8_everywhere(monkeypatch):
     """The same casts and products on the CPU, with plain code in place of the kernels."""
@@ -140,9 +134,6 @@ def test_fp8_of_zeros(fp8_everywhere):
         assert y.abs().max() == 0 and x.grad.isfinite().all() and w.grad.isfinite().all()
 
 
-# ---- recomputation, memory
-
-
 def test_recomputation_changes_nothing():
     found = []
     for recompute in (False, True):
@@ -159,9 +150,6 @@ def test_micro_batch_limit(monkeypatch):
                                         (40, True, 32768, 32768), (24, False, -1e9, 0)):  # fmt: skip
         limit = tm.micro_batch_limit(tm.Config(recompute=recompute), int(gib * 2**30 - 16.7e9))
         assert least <= limit <= most, (gib, limit)
-
-
-# ---- runs
 
 
 def test_run(dataset_dir, tmp_path, capsys):
@@ -190,9 +178,6 @@ def test_training_in_fp8(fp8_everywhere, dataset):
         ends.append(sum(curve[-3:]) / 3)
         assert ends[-1] < 0.7 * curve[0]
     assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] != ends[0]
-
-
-# ---- on a GPU
 
 
 @pytest.mark.gpu

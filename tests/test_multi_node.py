@@ -17,7 +17,7 @@ import pytest
 import train_small as ts
 
 from conftest import ROOT, TINY, losses, sets
-from processes import descendants
+from processes import descendants, free_port
 
 SLOW = """
 import sys, time
@@ -70,9 +70,7 @@ def listening(port: int) -> bool:
 def agents(tmp_path, fast_python):
     """start() is what a person types on one more machine; whatever still runs at the end is killed."""
     (tmp_path / "slow.py").write_text(SLOW)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = with_path(fast_python.parent, NODES="1:2", GPUS="1", HEAD=f"localhost:{port}",
                             SCRIPT=str(tmp_path / "slow.py"),
                             RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2")  # fmt: skip
@@ -128,9 +126,6 @@ def test_a_machine_is_lost_and_comes_back(agents, dataset_dir, tmp_path):
     assert sorted(losses(run)) == sorted(expected) == list(range(1, STEPS + 1))
     assert [losses(run)[s] for s in expected] == pytest.approx(list(expected.values()), rel=1e-3)
     assert result["val_bpb"] == pytest.approx(json.loads(out.getvalue().splitlines()[-1])["val_bpb"], rel=1e-4)
-
-
-# ---- what the script does on each start
 
 
 class Fakes:

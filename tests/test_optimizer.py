@@ -299,8 +299,6 @@ def test_loss_scale_is_taken_out():
         torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-5, msg=name)
 
 
-# ---- schedules
-
 THIRDS = tuple((1 / 3, packs, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
 
 
@@ -372,9 +370,6 @@ def test_number_of_steps():
     assert default.num_steps == 2402  # 48.3 M tokens / 65,536 + 144.8 M / 131,072 + 146.9 M / 262,144
     assert all(stage.packs % 8 == 0 for stage in default.stage_table)
     assert dataclasses.replace(default, vocab_size=32768).padded_vocab == 32768 and tiny_config().padded_vocab == 320
-
-
-# ---- averages of the end of a run
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ def curves(log: list[dict], **references) -> dict:
     return found
 
 
-# ---- tables
-
-
 RESULT = {"val_bpb": 0.98765, "steps": 1200, "tokens": 5_000_000, "train_seconds": 36.0, "run_dir": "elsewhere",
           "tokens_per_second": 138888.9, "mfu": 0.456, "peak_memory_gib": 20.25}  # fmt: skip
 RESULT_ROWS = {
@@ -155,9 +152,6 @@ def test_reinforcement_learning(tmp_path):
     assert found[unit, "held out, pass@1"] == [(0, 0.2), (15, 0.1), (30, 0.15)] and len(found) == 4
 
 
-# ---- curves
-
-
 def test_a_reference_is_drawn_in_grey(tmp_path):
     """Another run, and the newest entry of an args file from its first seed's log."""
     log = [{"step": 1, "tokens": 2_000_000, "bpb": 2.0}, {"step": 2, "tokens": 4_000_000, "val_bpb": 1.5}]
@@ -182,9 +176,6 @@ def test_curves(names, training, score):
     log = [{"tokens": x * 1e6, "loss": 9.0, names[0]: 5 - x} for x in (1.0, 2.0)]
     log.append({"tokens": 2e6, names[1]: 0.5})
     assert curves(log) == {training: [(1.0, 4.0), (2.0, 3.0)], score: [(2.0, 0.5)]}
-
-
-# ---- samples
 
 
 def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
@@ -235,9 +226,6 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
     assert "has no whole checkpoint; wait until the run saves one" in said
     line = next(line for line in said.splitlines() if "no samples" in line)
     assert line in (run_dir / "report.md").read_text() and tables(run_dir)
-
-
-# ---- the command line
 
 
 def test_no_run_directory(tmp_path, capsys):

@@ -71,9 +71,6 @@ def test_no_minimum_inside(tmp_path):
     assert done.stdout.count("no minimum between") == 2 and "weights: too few points" in done.stdout
 
 
-# ---- the series themselves
-
-
 @pytest.fixture
 def sandbox(tmp_path, fast_python) -> Path:
     """A copy of the scripts whose .venv is the python of this test; pip installs nothing. With a file `log` there,

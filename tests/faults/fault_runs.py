@@ -19,8 +19,6 @@ import train_small as ts
 
 ROOT = Path(ts.__file__).parent
 
-# ---- what goes wrong; each is called in the process of the run before it starts
-
 
 def die_at_operation(number: int) -> None:
     """kill -9 before the run changes the disk for the given time: write, sync, rename, make or remove a folder."""
@@ -73,9 +71,6 @@ def slow_steps(seconds: float) -> None:
     """Time for others to come in between."""
     for step in range(1, 100):
         in_step(step, lambda state: time.sleep(seconds))
-
-
-# ---- the process
 
 
 def ready(out: Path, pid: int) -> Path:

@@ -48,9 +48,6 @@ def flags(data, run_dir) -> list[str]:
     return ["--data", data, "--run-dir", run_dir, *sets(SMALL), "--steps", STEPS, *every]
 
 
-# ---- what a run ended with
-
-
 @dataclass
 class Verdict:
     """What one fault did; empty texts where nothing is wrong."""
@@ -93,9 +90,6 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     if any(abs(ours[step] - theirs[step]) > near for step in ours):
         return "other losses"
     return ""
-
-
-# ---- runs to be disturbed
 
 
 class Lab:
@@ -141,9 +135,6 @@ def lab(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the server, which otherwise imports nothing
         yield Lab(tmp_path_factory.mktemp("soak"))
-
-
-# ---- faults: each is a function of the lab, a folder of its own and a random generator
 
 
 def kill(lab, folder, rng) -> Verdict:
