@@ -53,7 +53,7 @@ except ImportError:
 jit = triton.jit if triton else (lambda function: function)
 
 INTERFACE = 9  # of the training scripts that this file can read
-PREFILL_TOKENS = 65536  # prompt tokens computed at once; a longer prompt is a batch of its own
+PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
 NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
@@ -418,12 +418,12 @@ def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=No
     return run(model, cache, on_device, max_lengths, layer_weights)
 
 
-def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
-    """Rows that have something to compute, in groups of up to PREFILL_TOKENS tokens."""
+def prefill_batches(sequences: dict, num_cached: dict, most: int) -> Iterator[list[int]]:
+    """Rows that have something to compute, in groups of at most so many tokens."""
     waiting = [row for row, sequence in sequences.items() if len(sequence) > num_cached[row]]
     while waiting:
         totals = np.cumsum([len(sequences[row]) for row in waiting])
-        count = max(1, int((totals <= PREFILL_TOKENS).sum()))
+        count = max(1, int((totals <= most).sum()))
         yield waiting[:count]
         waiting = waiting[count:]
 
@@ -744,7 +744,9 @@ class Decoder:
         self.cache.clear([row for row in sequences if num_cached[row] == 0])
         for row in sequences:
             self.prefix_cache.tokens[row] = []  # should the prefill fail
-        for rows in prefill_batches(sequences, num_cached):
+        # Between batches a GPU waits for the host, so they are larger there.
+        most = PREFILL_TOKENS * (4 if self.model.embed.is_cuda else 1)
+        for rows in prefill_batches(sequences, num_cached, most):
             counts = [num_cached[row] for row in rows]
             hidden_TD = self.prefill_batch(rows, counts, [sequences[row] for row in rows])
             start = 0  # of a sequence's new ids
