@@ -2507,7 +2507,8 @@ class Dataset:
         root = Path(root)
         path = root / "dataset.json"
         if not path.is_file():
-            way = f"`python data/pretrain.py --source climbmix --out {root}`"
+            source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
+            way = f"`python data/pretrain.py --source {source} --out {root}`"
             raise UserError(f"no dataset at {root}; make one with {way}; `--source stdlib` needs no network")
         info = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = root / "tokenizer.json"

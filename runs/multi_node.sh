@@ -27,6 +27,8 @@
 # after torch's timeout of 10 minutes. Whenever torchrun has MIN machines but not MAX, it waits 30 s for more
 # (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
 set -euo pipefail
+# shellcheck source=runs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 run=""

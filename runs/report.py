@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lib import chat_format
-from lib.command import RunError, first_line, run_command
+from lib.command import RunError, first_line, print_note, run_command
 
 # What the table shows of result.json, or of log.jsonl before there is one.
 METRICS = {
@@ -293,6 +293,9 @@ def write_report(
         references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
         raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
+    texts = {str(e["scored"]) for log in (entries, *references.values()) for e in log if "scored" in e}
+    if len(texts) > 1:
+        print_note("note: these runs were validated on different texts, so their bits per byte do not compare")
     is_running = result is None and not (run_dir / "result.json").is_file()
     result = result or read_result(run_dir, entries)
     name = run_dir.resolve().name

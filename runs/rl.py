@@ -63,7 +63,7 @@ class Settings(BaseModel):
     samples: int = Field(16, ge=2, description="answers to each question")
     temperature: float = Field(1.0, gt=0, description="of the answers; only 1 is on-policy")
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
-    muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
+    muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
     adam_lr: float = Field(0.02, gt=0, description="rate of the rest, likewise")
     partial: float = Field(0.2, ge=0, lt=1, description="a wrong sum earns X times its right digits")
     eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")

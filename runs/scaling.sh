@@ -15,6 +15,8 @@
 #     laws         9.6 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --set max_epochs=2; 2.3e19 FLOPs;
 #                  1.6 hours, 12.5 device hours, 38 USD
 set -euo pipefail
+# shellcheck source=runs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 series=${1:-}
 if [[ $series != miniseries && $series != laws ]]; then

@@ -18,6 +18,8 @@
 # results are in out/speedrun_medium and out/speedrun_medium_sft, each with a report.md, and in out/speedrun_medium_hf
 # for transformers.
 set -euo pipefail
+# shellcheck source=runs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 smoke=
 case "$*" in "") ;; --smoke) smoke=1 ;; *)

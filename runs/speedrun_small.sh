@@ -20,6 +20,8 @@
 # it is skipped with a message. The report is out/NAME/report.md, the runs are out/NAME/base and out/NAME/sft, and the
 # output of each stage is in out/NAME/logs.
 set -euo pipefail
+# shellcheck source=runs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 name="" data="" source=climbmix bundle="" files="" smoke="" sft=() code=() flags=()

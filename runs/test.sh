@@ -5,6 +5,8 @@
 # Time: 4 to 9 minutes on two cores, plus the first installation. It uses up to 4 cores, one test file each.
 # Result: the last line of pytest, and its exit code.
 set -euo pipefail
+# shellcheck source=runs/lib/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/lib/setup.sh
 setup requirements-test.txt

@@ -265,6 +265,16 @@ def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
     assert state / 2**30 + tokens * (0.59e6 if name == "t4" else 0.38e6) / 2**30 < 0.9 * gib
 
 
+@pytest.mark.parametrize("name", "test quickstart speedrun_small speedrun_medium scaling multi_node".split())
+def test_help_of_a_shell_script(name, tmp_path):
+    """The comment at its head, from any folder; nothing is installed or started."""
+    path = ROOT / "runs" / f"{name}.sh"
+    done = subprocess.run(["bash", path, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    lines = path.read_text("utf-8").splitlines()
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == lines[1].removeprefix("# ")
+    assert "source" not in done.stdout.splitlines()[-1] and not [*tmp_path.iterdir()]
+
+
 # ---- compressors.py
 
 

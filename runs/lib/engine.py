@@ -69,7 +69,8 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        raise RunError(f"{run_dir} is no run directory: it has {len(scripts)} training scripts; name another")
+        found = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
+        raise RunError(f"{run_dir} is no run directory: {found}; name another")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
