@@ -128,7 +128,7 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     (full / "x").write_text("mine")
     for run, out, flags, message in [
         (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
-        (tmp_path / "none", new, (), "0 training scripts"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
+        (tmp_path / "none", new, (), "it does not exist"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
         (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
         capsys.readouterr()

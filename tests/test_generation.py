@@ -43,7 +43,7 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
     other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
     no_device = "--device {} does not work here (.*); leave it out"
     for arguments, message in [
-        ((tmp_path / "nothing",), "0 training scripts"),
+        ((tmp_path / "nothing",), "it does not exist"),
         ((run_dir, 3), "no checkpoint of step 3"),
         ((run_dir, None, "gpu"), no_device.format("gpu")),
         ((run_dir, None, "cuda:99"), no_device.format("cuda:99")),
