@@ -15,7 +15,8 @@ are the most likely ones (temperature 0). The table goes to chat_eval.csv and th
 the run directory; the last line on stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz, .jsonl.zst or .parquet with
-the columns of the public sets, and words*.txt with one word per line.
+the columns of the public sets, and words*.txt with one word per line. A name with "test" goes before one with "val";
+names with "train" or "dev" are never used.
 
 --run-code executes programs that the model wrote, each in an empty folder with limits on time, memory and file size,
 and without network where Linux namespaces are allowed. This is no security boundary: a program can read, change and

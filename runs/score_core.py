@@ -40,7 +40,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true", help="quicker start, slower scoring")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.items < 0:
+        parser.error("--items must be at least 0")
+    return args
 
 
 if __name__ == "__main__":
