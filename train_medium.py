@@ -473,7 +473,7 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
         run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
     changed = check_same_run(run) if args.resume else []
 
-    # Everything is compiled on dummy tokens, before the clock starts.
+    # train_step is compiled on dummy tokens, before the clock starts; a step of another job compiles when it runs.
     build = job.build or build_state
     run.state = build(job.config, ranks, run.log.say)
     describe_run(run)
@@ -497,12 +497,12 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
 def run_steps(run: Run) -> bool:
     """The loop: steps until the end of the run or a signal; logs, validates and saves in between.
 
-    Returns: whether the last step is still to be saved, as it is while the report is written
+    Returns: whether finish() must save the last step, which it does while it writes the report
     """
     config = run.job.config
     state = run.state
     progress = run.progress
-    step = run.job.step or train_step
+    compute_step = run.job.step or train_step
     losses = []  # since the last line of the log, 0-D tensors on the device
     save_now = False
     run.clock = time.perf_counter()
@@ -510,7 +510,7 @@ def run_steps(run: Run) -> bool:
     while state.step < config.num_steps:
         # The step itself. The device works on it while the host continues.
         batch = run.loader.next()
-        losses.append(step(state, batch))
+        losses.append(compute_step(state, batch))
         average_weights(state)
         progress.reader_state = batch.reader_state
         progress.tokens += batch.total_tokens
@@ -533,12 +533,12 @@ def run_steps(run: Run) -> bool:
         if save_now:
             save(run)
         if eval_now or save_now:
-            progress.scores = None  # they are of this step only
+            progress.scores = None  # the next step changes the weights that they are of
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
         if stop:
-            way = f"continue with `--resume --run-dir {run.run_dir}`"
-            raise UserError(f"stopped by a signal at step {state.step}, saved; {way}")
+            what_next = f"continue with `--resume --run-dir {run.run_dir}`"
+            raise UserError(f"stopped by a signal at step {state.step}, saved; {what_next}")
     return save_now
 
 
@@ -562,17 +562,17 @@ class TrainState:
     sizes_differ: bool = False  # whether stages have micro-batches of different sizes
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
-    good_steps: int = 0  # since the loss scale last changed
-    samples: int = 0  # how many have gone into the averages of the weights
+    good_steps: int = 0  # without overflow, since the loss scale last changed
+    samples: int = 0  # how many weights each average of weights is made of, see average_weights
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
-    """One step of training; returns this rank's share of the mean nats per target, a 0-D tensor."""
+    """One step of training; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
     config = state.config
     if state.model.loss_weights.numel() > 1:
-        now = torch.tensor(loss_weights(config, state.step))
-        state.model.loss_weights.copy_(now, non_blocking=True)
+        weights = torch.tensor(loss_weights(config, state.step))
+        state.model.loss_weights.copy_(weights, non_blocking=True)
 
     loss = accumulate_gradients(state, batch)
     lr_factor = lr_multiplier(config, state.step)
@@ -664,7 +664,7 @@ def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
 
 
 # -- CUDA graphs: one call launches all kernels of a small step, which one by one take longer to launch than
-# to run. A graph always reads and writes the same memory, so inputs are copied into it. The first
+# to run. A graph always reads and writes the same memory, so its inputs are copied there. The first
 # micro-batch of a step needs a graph that writes gradients, later ones a graph that adds to them.
 
 
@@ -683,7 +683,7 @@ def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, list
     """micro_step as one graph, from the second call with the same shapes on."""
     params = list(state.model.parameters())
     inputs = [*micro_batch.tensors(), factor]
-    is_first = params[0].grad is None  # micro-batch of a step
+    is_first = params[0].grad is None  # whether this micro-batch is the first of its step
     key = (is_first, *(t.shape for t in inputs))
     if key not in state.graphs:
         return capture(state, key, micro_batch, factor)
@@ -694,13 +694,13 @@ def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, list
     graph.cuda.replay()
     for param, grad in zip(params, graph.grads, strict=True):
         param.grad = grad
-    # The next replay writes into the same memory.
+    # The next replay overwrites what the graph returns; nats are added up before it.
     return graph.nats, [TableRows(index.clone(), rows.clone()) for index, rows in graph.table_gradients]
 
 
 def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, list[TableRows]]:
     """micro_step, and then a graph of it for the next calls."""
-    # This micro-batch is computed without a graph, which also compiles the model.
+    # This micro-batch is computed by launching kernels one by one, and the model compiled if it is not yet.
     result = micro_step(state, micro_batch, factor)
     params = list(state.model.parameters())
     grads = [param.grad for param in params]
@@ -720,7 +720,7 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
     static_grads = [param.grad for param in params]
     state.graphs[key] = Graph(cuda, inputs, static_grads, nats, table_gradients)
 
-    # The new tensors take over what this micro-batch has computed.
+    # .grad is now the graph's own tensors: they get the gradients that this micro-batch has computed.
     if is_first:
         for own, grad in zip(static_grads, grads, strict=True):
             if own is not None:
@@ -1328,13 +1328,13 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every large bank and table, with its fp32 master weights and moments. In a step
-# gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype. Every rank
-# keeps the whole of a table with sparse gradients; only the rows that were looked up travel. Gradients of
-# `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
-# With one process all slices are whole, and nothing travels.
+# Each rank owns a slice of every large bank (matrices of equal shape) and table, with its fp32 master weights and
+# moments. A step reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. Two
+# exceptions: a table with sparse gradients is whole on every rank, and ranks exchange only the rows that were looked
+# up; gradients of `late` tables are reduced during the next step's forward and backward, and their new weights
+# gathered while matrices are orthogonalised. With one process slices are whole, and nothing is communicated.
 
-# Polynomials (a, b, c) as in Polar Express (arXiv 2505.16932), made for four rounds.
+# Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
     (7.871436, -20.937255, 14.627350),
     (3.781651, -2.618773, 0.476315),
@@ -1347,25 +1347,25 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     """Matrices (N, R, C) with the same singular vectors, and singular values of about 1."""
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
-    # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added afterwards.
+    # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
     for a, b, c in POLAR_EXPRESS:
         gram = sym_mm(x.mT if tall else x)
-        poly = sym_mm(gram, c, b, a)
+        poly = sym_mm(gram, c, b, a)  # with a I in this smaller matrix, no a x is added to the product
         x = x @ poly if tall else poly @ x
     return x
 
 
 def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
-    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
+    """Nesterov momentum: moves the buffer (fp32) towards the gradient; returns a blend of the two in dtype."""
     grad = grad.float() * grad_scale
     buffer.lerp_(grad, 1 - momentum)
     return grad.lerp(buffer, momentum).to(dtype)
 
 
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
-    """master -= lr * (factor * update + decay * master); decay only where the update does not enlarge the weight.
+    """master -= lr * (factor * update + decay * master); decay only where the update shrinks the weight as well.
 
-    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+    Args: master fp32, update (N, R, C); factor of each neuron fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
     """
     update = update.float() * factor
@@ -1388,15 +1388,15 @@ def adam_update(
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.lerp_(grad.square(), 1 - beta2)
     update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
-    agrees = update * master > 0
+    agrees = update * master > 0  # so what has had no gradient yet does not decay
     master.sub_(lr * (update + decay * master * agrees))
     if param is not None:
         param.copy_(master)
 
 
 @functools.cache
-def one_graph(function: Callable) -> Callable:
-    """A function without gradients, compiled for all sizes; numbers become 0-D tensors: new ones compile nothing."""
+def compile_once(function: Callable) -> Callable:
+    """A function without gradients, compiled for all sizes; numbers become 0-D tensors: new ones recompile nothing."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -1417,22 +1417,22 @@ def normuon_update(
           matrices; mult (N, 1, 1) factors on lr; param (N, R, C) receives the master in its own
           dtype, or is None; the others are numbers, and the dtype of the orthogonalisation
     """
-    blend = one_graph(blend_momentum) if compiled else blend_momentum
-    step = one_graph(step_cautiously) if compiled else step_cautiously
-    # Flat, so that banks of all shapes share one compiled graph.
+    blend = compile_once(blend_momentum) if compiled else blend_momentum
+    step = compile_once(step_cautiously) if compiled else step_cautiously
+    # Flat, so that banks of all shapes share one compiled function.
     flat = (grad.view(-1), momentum_buffer.view(-1))
     blended = blend(*flat, dtype, momentum=momentum, grad_scale=grad_scale)
     update = polar_express(blended.view(master.shape))
 
-    # Every neuron moves by a similar amount, and the norm of the whole update stays the same.
+    # Every neuron (a row of a tall matrix, a column of a wide one) moves by a similar amount: its update is divided
+    # by the root of its second moment. Then the update of each matrix gets back the norm that it had.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
-    norms = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32)
-    squares = norms.square()
+    squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
     second_moment.lerp_(squares / update.size(axis), 1 - beta2)
     factor = second_moment.clamp_min(1e-10).rsqrt()
-    length = squares.sum((-2, -1), keepdim=True).sqrt()
-    scaled = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
-    factor *= length / scaled.clamp_min(1e-10)
+    norm_before = squares.sum((-2, -1), keepdim=True).sqrt()
+    norm_after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
+    factor *= norm_before / norm_after.clamp_min(1e-10)
     step(master, update, factor, lr * mult, param, decay=decay)
 
 
@@ -1443,24 +1443,24 @@ class Slot:
     name: str
     param: Tensor
     policy: Policy
-    shape: tuple  # the parameter as (N, R, C) or (N, ...): ranks share out the first axis
+    shape: tuple  # the parameter as (N, R, C) or (N, ...), of which ranks own slices along N
     sharded: bool
-    per_rank: int  # length of a slice; those of the last ranks may reach into padding
+    per_rank: int  # length of a slice; the last ranks' slices may end in padding
     # What follows is set by Optimizer.reset().
     master: Tensor | None = None  # fp32
     moments: dict[str, Tensor] = field(default_factory=dict)  # and the average of the last weights
-    mult: Tensor | None = None  # NorMuon: factor of each matrix
-    matrices_at_once: int = 0  # in one call of normuon_update
+    mult: Tensor | None = None  # NorMuon: factor on the rate of each matrix
+    matrices_at_once: int = 0  # NorMuon: how many a call of normuon_update takes
 
 
 class Pending(NamedTuple):
-    """A gradient or new weights on their way between ranks; with one process they are there already."""
+    """A gradient or new weights, complete after wait(); with one process they are so from the start."""
 
     slot: Slot
-    tensor: Tensor  # this rank's slice of the summed gradient, or everybody's weights
-    index: Tensor | None = None  # of a sparse gradient: which row of the table each of its rows is for
-    works: Iterable = ()  # handles to wait for
-    sent: tuple = ()  # what this rank sends, kept alive until then
+    tensor: Tensor  # this rank's slice of the summed gradient, or the new weights of all ranks
+    index: Tensor | None = None  # of a sparse gradient: for each row of `tensor`, its row in the table
+    works: Iterable = ()  # handles of collectives
+    sent: tuple = ()  # what this rank sends, kept alive until they end
 
     def wait(self) -> None:
         for work in self.works:
@@ -1474,7 +1474,7 @@ class Optimizer:
         self.config = config
         self.ranks = ranks
         self.count = 0  # steps
-        self.late: list[Pending] = []  # gradients that the next step uses
+        self.late: list[Pending] = []  # gradients of late tables, which the next step uses
         params = dict(model.named_parameters())
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
@@ -1498,51 +1498,51 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float, loss_scale: float = 1.0) -> bool:
-        """Reduces gradients (summed over ranks), updates, gathers; False if a scaled gradient overflowed.
+        """Sums gradients over ranks, updates, gathers; False, without an update, if a scaled gradient overflowed.
 
-        A late table uses the gradient of the step before, so that its reduction overlaps the next forward and
-        backward; that of the last step is dropped.
+        A late table is updated with its gradient of the step before, whose reduction has overlapped the forward
+        and backward since; its gradient of the last step is never used.
         """
-        # A loss scale must see all gradients of its step, so nothing is late then.
+        # Overflow is looked for in all gradients of this step, so nothing is late where the loss is scaled.
         scaled = loss_scale != 1.0
-        late = [slot for slot in self.slots if slot.policy.late and not scaled]
-        now = [slot for slot in self.slots if slot not in late]
+        late_slots = [slot for slot in self.slots if slot.policy.late and not scaled]
+        other_slots = [slot for slot in self.slots if slot not in late_slots]
 
-        # 1. The gradients that this step uses are summed. Those of late tables started after the last step.
-        gradients = [self.start_sum(slot) for slot in now if slot.param.grad is not None]
+        # 1. Start to sum gradients. Those of late tables (self.late) were started at the end of the last step.
+        gradients = [self.start_sum(slot) for slot in other_slots if slot.param.grad is not None]
         if scaled and not self.all_finite(gradients):
             return False
         if not scaled:
             gradients = self.late + gradients
 
-        # 2. Each is used as soon as it is there, and the new weights are sent.
+        # 2. Update with each as soon as it is complete, and start to gather the new weights.
         self.count += 1
         gathers = []
         for gradient in gradients:
             slot = gradient.slot
             gradient.wait()
             own = self.own_param(slot)
-            updates = self.count - (slot in late)  # of this slot, with this one
+            updates = self.count - 1 if slot in late_slots else self.count  # late ones skipped the first step
             self.update(gradient, own, updates, lr_factor, momentum, 1.0 / loss_scale)
             gathers += self.start_gather(slot, own)
 
-        # 3. All weights are needed for the next forward. A padded slot was gathered beside its parameter.
+        # 3. The next forward needs all weights. Those with padding were gathered beside their parameter.
         for gathered in gathers:
             slot = gathered.slot
             gathered.wait()
             if len(gathered.tensor) != slot.shape[0]:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
-        # 4. The gradients of late tables travel while it computes.
-        self.late = [self.start_sum(slot) for slot in late if slot.param.grad is not None]
+        # 4. Start to sum gradients of late tables, for the next step.
+        self.late = [self.start_sum(slot) for slot in late_slots if slot.param.grad is not None]
         return True
 
     def own_param(self, slot: Slot) -> Tensor | None:
         """Where an update writes this rank's part of the parameter; None if the master is the parameter itself."""
-        own = slot.param.detach().view(slot.shape)
+        whole = slot.param.detach().view(slot.shape)
         if slot.sharded:
-            return self.slice(slot, own)  # RMSProp writes no row that has no gradient
-        return None if own.data_ptr() == slot.master.data_ptr() else own
+            return self.slice(slot, whole)  # a copy with the old weights: RMSProp writes only rows with a gradient
+        return None if whole.data_ptr() == slot.master.data_ptr() else whole
 
     def update(
         self, gradient: Pending, own: Tensor | None, updates: int,
@@ -1564,7 +1564,7 @@ class Optimizer:
             self.update_adam(gradient, own, updates, numbers)
 
     def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, numbers: dict) -> None:
-        """NorMuon for as many matrices at once as fit into memory."""
+        """NorMuon, for some matrices at a time, which limits temporary memory."""
         slot = gradient.slot
         tensors = (slot.master, gradient.tensor, slot.moments["momentum"], slot.moments["second_moment"], slot.mult)
         parts = list(zip(*(t.split(slot.matrices_at_once) for t in tensors), strict=True))
@@ -1579,14 +1579,14 @@ class Optimizer:
         numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates, "eps": self.config.adam_eps}
         numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
-        # Scalars, which are their own master, are not worth a graph.
-        function = one_graph(adam_update) if self.compiled and own is not None else adam_update
+        # Scalars, which are their own master, are not worth compiling.
+        function = compile_once(adam_update) if self.compiled and own is not None else adam_update
         function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
 
     # -- communication
 
     def start_sum(self, slot: Slot) -> Pending:
-        """Takes the gradient from the parameter, and starts to sum it."""
+        """Takes a parameter's gradient, sets .grad to None, and starts to sum the gradient over ranks."""
         grad = slot.param.grad
         slot.param.grad = None
         if grad.is_sparse:
@@ -1606,7 +1606,7 @@ class Optimizer:
         return Pending(slot, own, works=(work,), sent=(grad,))
 
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
-        """Every rank gets the rows of all, in the same order, and so computes the same sums."""
+        """Starts to gather the rows of a sparse gradient; in the same order on all ranks, which so add up the same."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
         index, rows = own = (grad._indices()[0], grad._values())
         works = []
@@ -1617,7 +1617,7 @@ class Optimizer:
         return Pending(slot, rows, index, works, sent=own)
 
     def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
-        """Sends this rank's new weights to all others, if the slot is sharded."""
+        """Starts to gather the new weights of all ranks, if the slot is sharded."""
         if not slot.sharded:
             return []
         whole = slot.param.detach().view(slot.shape)
@@ -1637,12 +1637,12 @@ class Optimizer:
         return torch.cat((part, padding))
 
     def gather(self, slot: Slot, part: Tensor) -> Tensor:
-        """The full (N, ...) tensor from every rank's slice."""
+        """The full (N, ...) tensor from every rank's slice; of a sharded slot on the CPU."""
         if not slot.sharded:
             return part
         full = part.new_empty(slot.per_rank * self.ranks.world, *part.shape[1:])
         dist.all_gather_into_tensor(full, part.contiguous())
-        return full[: slot.shape[0]].cpu()  # the whole moments of all slots may not fit on the device
+        return full[: slot.shape[0]].cpu()  # the full tensors of all slots may not fit on the device
 
     # -- state
 
@@ -1712,7 +1712,7 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 saved = state.get(f"{slot.name}.{name}")
-                if saved is not None:  # averages are there between their first sample and the end
+                if saved is not None:  # averages are saved only after their first sample
                     moment.copy_(self.slice(slot, saved.to(moment.device)))
             if f"{slot.name}.grad" in state:
                 grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
@@ -1725,11 +1725,11 @@ class Optimizer:
         return self.all_finite(self.late, tensors)
 
     def all_finite(self, gradients: list[Pending], tensors=()) -> bool:
-        """Whether no gradient of any rank overflowed, and none of the tensors."""
+        """Whether all numbers of these gradients and tensors are finite, on all ranks."""
         for gradient in gradients:
             gradient.wait()
         tensors = [*tensors, *(gradient.tensor for gradient in gradients)]
-        # A norm needs no memory, unlike isfinite().
+        # The largest size is inf or nan if any number is, and takes no temporary memory, unlike isfinite().
         largest = [torch.linalg.vector_norm(t, math.inf, dtype=torch.float32) for t in tensors]
         finite = torch.stack(largest).isfinite().all().float()
         if self.ranks.world > 1:
@@ -1747,7 +1747,7 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
 
 
 def is_sampled(config: Config, step: int) -> bool:
-    """Whether the averages take in the weights after a step: every fourth one, the last among them."""
+    """Whether the averages include the weights after this step: every fourth near the end, and the last."""
     left = config.num_steps - step
     return left % 4 == 0 and left < config.average * config.num_steps
 
@@ -1764,11 +1764,11 @@ def slot_norms(slot: Slot) -> Tensor:
 
 @torch.no_grad()
 def average_weights(state: TrainState) -> None:
-    """Takes a sample of the master weights where one is due; the last step then blends the averages in."""
+    """Adds the master weights to their averages where due; after the last step they become a blend of both."""
     config = state.config
     slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
     if slots and is_sampled(config, state.step):
-        # Counted, as a run that --resume makes longer or shorter may lack the first samples.
+        # Counted, not computed from the step: a run that --resume makes longer or shorter may lack the first ones.
         state.samples = state.samples + 1 if is_sampled(config, state.step - 4) else 1
         averages = [slot.moments["average"] for slot in slots]
         torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.samples)
@@ -4256,7 +4256,7 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
     # Validation and decoding run this outside of a compiled model.
     eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    rotated = one_graph(norm_rotate) if eager else norm_rotate
+    rotated = compile_once(norm_rotate) if eager else norm_rotate
     return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 

@@ -83,7 +83,7 @@ def test_compiled_updates(config, device, monkeypatch):
     counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     module, results = script(config), []
-    module.one_graph.cache_clear()
+    module.compile_once.cache_clear()
     ranks = module.Ranks(0, 1, torch.device(device))
     for compiled in (False, True):
         model = module.GPT(config, device, torch.bfloat16)
@@ -99,7 +99,7 @@ def test_compiled_updates(config, device, monkeypatch):
             graphs.append(counter.frame_count)
         assert graphs == [4 * compiled] * 4
         results.append(optimizer.weights() | optimizer.state())
-    module.one_graph.cache_clear()
+    module.compile_once.cache_clear()
     tolerance = dict(atol=1e-4, rtol=1e-3) if device == "cpu" else dict(atol=2e-3, rtol=2e-2)  # bf16 products
     for name, want in results[0].items():
         torch.testing.assert_close(results[1][name], want, **tolerance, msg=name)
