@@ -71,6 +71,7 @@ import bisect
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import functools
 import gc
 import getpass
@@ -1328,11 +1329,10 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every large bank (matrices of equal shape) and table, with its fp32 master weights and
-# moments. A step reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. Two
-# exceptions: a table with sparse gradients is whole on every rank, and ranks exchange only the rows that were looked
-# up; gradients of `late` tables are reduced during the next step's forward and backward, and their new weights
-# gathered while matrices are orthogonalised. With one process slices are whole, and nothing is communicated.
+# Each rank owns a slice of every large bank (of matrices) and table: fp32 master weights and moments. A step
+# reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with sparse
+# gradients is whole on every rank, and only rows that were looked up are exchanged. And gradients of `late` tables are
+# reduced during the next forward and backward, and their weights gathered while matrices are orthogonalised.
 
 # Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
@@ -2990,8 +2990,7 @@ def validate(config: Config) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of a training run. runs/finetune.py has them too."""
-    files = "@FILE reads flags from a file, e.g. @runs/cpu.args"
-    options = {"allow_abbrev": False, "fromfile_prefix_chars": "@", "epilog": files}
+    options = {"allow_abbrev": False, "fromfile_prefix_chars": "@", "epilog": "@FILE: more flags, e.g. @runs/cpu.args"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **options)
     # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
     note = re.compile(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""")
@@ -3021,7 +3020,8 @@ def parse_override(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     if not equals or key not in defaults:
-        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, at the top of the script")
+        near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(key, defaults, n=1))
+        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, at the top of the script{near}")
     default = defaults[key]
     if isinstance(default, str):
         return key, value

@@ -1,6 +1,6 @@
 """Compares entries, run directories and the logs of other projects: table, differences, picture, leaderboard.
 
-    python records/compare.py                                         all of baselines/
+    python records/compare.py                                         baselines/, by dataset and hardware
     python records/compare.py out/a_* out/b_* --against "a*"          runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
     python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
@@ -24,6 +24,7 @@ import leaderboard
 import numpy as np
 import pictures
 import rules
+import tracks
 from pictures import Row, points, record_row
 
 # ==== reading
@@ -250,7 +251,13 @@ def main(argv: list[str] | None = None) -> None:
     base = find_row(rows, args.against) if args.against else None
     if base and base not in rows:
         rows.insert(0, base)
-    blocks = [main_table(rows, args.price, args.target)]
+    # Of all entries, those of one dataset and hardware share a table: figures of others do not compare.
+    datasets = {dataset["fingerprint"]: name for name, dataset in tracks.read()["datasets"].items()}
+    groups = {}
+    for row in rows:
+        title = "" if args.folders else f"{datasets.get(row.data, row.data)} on {row.num_devices} x {row.device}\n\n"
+        groups.setdefault(title, []).append(row)
+    blocks = [title + main_table(group, args.price, args.target) for title, group in groups.items()]
     if base:
         blocks.append(differences(rows, base))
     if args.plot:

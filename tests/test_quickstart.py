@@ -265,7 +265,7 @@ def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
     assert state / 2**30 + tokens * (0.59e6 if name == "t4" else 0.38e6) / 2**30 < 0.9 * gib
 
 
-@pytest.mark.parametrize("name", "test quickstart speedrun_small speedrun_medium scaling multi_node".split())
+@pytest.mark.parametrize("name", "test quickstart speedrun_small speedrun_medium scaling multi_node slurm".split())
 def test_help_of_a_shell_script(name, tmp_path):
     """The comment at its head, from any folder; nothing is installed or started."""
     path = ROOT / "runs" / f"{name}.sh"

@@ -384,6 +384,7 @@ def test_words_that_are_no_flags(capsys, argv):
 @pytest.mark.parametrize(("argv", "words"), [
     (["--set", "widht=64"], ["--set widht=64", "a field of Config"]),
     (["--set", "width"], ["expected KEY=VALUE"]),
+    (["--set", "nam_layers=4"], ["expected KEY=VALUE", "did you mean num_layers?"]),
     (["--set", "width=wide"], ["width takes a value like 768"]),
     (["--set", "width=1.5"], ["width takes a value like 768"]),
     (["--set", "fp8=1"], ["fp8 takes a value like True"]),
