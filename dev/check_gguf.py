@@ -1,5 +1,7 @@
 """Compares a portable run with what llama.cpp makes of its GGUF files: tokens, greedy texts and bits per byte.
 
+It needs Node.js and llama.cpp as a package:
+
     npm install --prefix .venv --omit=optional node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1
     python dev/check_gguf.py out/RUN stdlib [MORE_SOURCES...]          as --source of data/pretrain.py
 
@@ -12,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -87,6 +90,8 @@ def compare_greedy(run, prompts: list, found: list) -> str:
 
 def main() -> None:
     args = parse()
+    if not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()):
+        sys.exit(f"error: node or {NODE_MODULES}/node-llama-cpp is missing; install both, as --help says")
     run = engine.load_run(args.run_dir, device="cpu")
     run.model.float()
     context = run.model.config.max_seq_len

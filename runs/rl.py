@@ -391,6 +391,8 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
     tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
+    if not chat_format.is_chat_run(home):
+        raise RunError(f"{home} was not finetuned, so none of its answers would be right; start from a finetuned run")
 
     def fits(question: str) -> bool:
         return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len

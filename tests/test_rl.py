@@ -309,6 +309,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
         (rl.main, ["--resume", "--run-dir", source], "is a run of runs/finetune.py; continue it with"),
+        (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so none of its answers would be right"),
         (rl.main, ["--resume"], "the following arguments are required: --run-dir"),
         (rl.main, [], "the following arguments are required: RUN"),
         (ts.main, resume, "python runs/rl.py --resume"),
