@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -170,6 +171,14 @@ def events(text: str) -> list:
 
 
 # ---- answers
+
+
+def test_curl_of_the_page(talker):
+    (line,) = re.findall(r"^curl .*", (ROOT / "runs/CONNECT.md").read_text("utf-8"), re.M)
+    _, url, flag, header, data, body = shlex.split(line)
+    assert (url, flag, data) == ("http://127.0.0.1:8000/v1/chat/completions", "-H", "-d")
+    answer = talker.post(body.encode(), **dict([header.split(": ")])).json()
+    assert answer["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_models_and_health(talker):
