@@ -29,7 +29,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from os.path import commonprefix  # of any lists
+from os.path import commonprefix  # which takes lists of ids too
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,7 +43,6 @@ from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 try:  # without Triton (CPUs, Macs, Windows) the plain path runs
     import triton
@@ -145,8 +144,9 @@ class KVCache:
     Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
     window + 2, for the newest key and the next one, or longest sequence + 1 if less.
 
-    In layers with key offset, a key takes its second half from the token before. That half waits in the slot of the
-    next position until the next token comes.
+    In layers with key offset, the key in a slot has its second half from the token before. So a token writes the first
+    half of its key into its own slot and the second half into the next one. (The first token of a text has no token
+    before it, and writes both halves into its own slot too.)
     """
 
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
@@ -209,12 +209,11 @@ class RingPlan(NamedTuple):
         slot     0    1    2    3    4
                 A5*  A6*   .   A3   A4         first_slots: 0, next_slots: 2 (free for the key of A7)
 
-    Integer arrays, later tensors on the device. Padding to a bucket repeats some of their entries. Slots are numbered
-    over all rows of the cache, S for each.
+    Integer arrays, later tensors on the device. Slots are numbered over all rows of the cache, S for each.
     """
 
     packed_positions: Any  # (P,) of each packed token in its packed sequence
-    cu_seqlens: Any  # (N + 2,) where packed sequences begin and end; the last one is padding
+    cu_seqlens: Any  # (N + 2,) where packed sequences begin and end; the last sequence is padding
     old_index: Any  # which packed tokens are old
     new_index: Any  # (T,) which are new
     old_slots: Any  # slot of each old key
@@ -251,14 +250,19 @@ class PrefillInputs(NamedTuple):
     last_new: Any  # (N,)
     plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
 
+    def arrays(self) -> list:
+        return [*self[:-1], *self.plans[0], *self.plans[1]]
+
     def flat(self) -> Tensor:
         """All arrays behind each other, so that one copy brings them to the device."""
-        return torch.from_numpy(np.concatenate(pytree.tree_leaves(self)))
+        return torch.from_numpy(np.concatenate(self.arrays()))
 
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
-        arrays, structure = pytree.tree_flatten(self)
-        return pytree.tree_unflatten(flat.split([len(array) for array in arrays]), structure)
+        views = iter(flat.split([len(array) for array in self.arrays()]))
+        own = [next(views) for _ in self[:-1]]
+        short, long = (RingPlan(*(next(views) for _ in plan)) for plan in self.plans)
+        return PrefillInputs(*own, (short, long))
 
 
 class PrefillBucket(NamedTuple):
@@ -283,25 +287,25 @@ def choose_bucket(num_cached: list, sequences: list, max_sequences: int, window:
     return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
-def pad(array, length: int, value: int) -> np.ndarray:
-    return np.concatenate((array, np.full(length - len(array), value)))
+def repeat_first(array: np.ndarray, length: int) -> np.ndarray:
+    """Fills an array of indices up with its first entry: work that is done again changes nothing."""
+    return np.concatenate((array, np.full(length - len(array), array[0])))
 
 
 def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
-    """The plan for rings of one window, in arrays, padded to a bucket if there is one.
+    """The plan for rings of one window, in arrays, as long as a bucket says if there is one.
 
     Args:  rows, num_cached, lengths (N + 1,) int64 arrays: row of each sequence, how many of its tokens the row holds,
            and how many it has. The last sequence is padding, which is never stored.
     """
-    count = len(rows) - 1
     num_old = np.minimum(num_cached, window)  # older keys are out of sight
     if bucket:
-        num_old[-1] = bucket.old - num_old[:-1].sum()  # the padding reads whatever lies in its row
+        num_old[-1] = bucket.old - num_old[:-1].sum()  # padding, which reads whatever lies in its row
     packed_lengths = num_old + lengths - num_cached
     cu_seqlens = np.cumsum([0, *packed_lengths])
 
     # Of every packed token: which sequence it is in, where there, whether its key is old, and its slot.
-    sequence = np.repeat(np.arange(count + 1), packed_lengths)
+    sequence = np.repeat(np.arange(len(rows)), packed_lengths)
     packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
     positions = packed_positions + (num_cached - num_old)[sequence]
     is_old = packed_positions < num_old[sequence]
@@ -310,14 +314,15 @@ def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucke
     # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
     new_sequence = sequence[~is_old]
     stays = positions[~is_old] > lengths[new_sequence] - ring_size
-    stored = (stays & (new_sequence < count)).nonzero()[0]
-
-    # What is written for padding is what the first of these writes too.
-    which = np.arange(count)
+    is_padding = new_sequence == len(rows) - 1
+    stored = (stays & ~is_padding).nonzero()[0]
+    first_slots = (rows * ring_size + num_cached % ring_size)[:-1]
+    next_slots = (rows * ring_size + lengths % ring_size)[:-1]
     if bucket:
-        stored = pad(stored, bucket.new, stored[0])
-        which = pad(which, bucket.sequences, 0)
-        cu_seqlens = pad(cu_seqlens, bucket.sequences + 2, cu_seqlens[-1])
+        stored = repeat_first(stored, bucket.new)
+        first_slots = repeat_first(first_slots, bucket.sequences)
+        next_slots = repeat_first(next_slots, bucket.sequences)
+        cu_seqlens = np.pad(cu_seqlens, (0, bucket.sequences + 2 - len(cu_seqlens)), mode="edge")
 
     return RingPlan(
         packed_positions=packed_positions,
@@ -327,13 +332,13 @@ def make_ring_plan(rows, num_cached, lengths, window: int, ring_size: int, bucke
         old_slots=slots[is_old],
         stored=stored,
         stored_slots=slots[~is_old][stored],
-        first_slots=rows[which] * ring_size + num_cached[which] % ring_size,
-        next_slots=rows[which] * ring_size + lengths[which] % ring_size,
+        first_slots=first_slots,
+        next_slots=next_slots,
     )
 
 
 def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> PrefillInputs:
-    """The inputs of a prefill in arrays, padded to a bucket if there is one; arguments as for prefill."""
+    """The inputs of a prefill in arrays, as long as a bucket says if there is one; arguments as for prefill."""
     # The new ids of all sequences, and the two ids before each; 0 before a sequence, where no layer reads it.
     tokens = []
     previous = []
@@ -354,16 +359,19 @@ def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> Pr
         for window, ring_size in zip(model.windows, cache.ring_sizes, strict=True)
     ]
 
-    count = len(rows)
-    most = bucket.sequences if bucket else count
-    cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])
+    cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])  # where the new ids of each sequence begin and end
+    first_new = cu_new[:-2]
+    last_new = cu_new[1:-1] - 1
+    if bucket:
+        first_new = repeat_first(first_new, bucket.sequences)
+        last_new = repeat_first(last_new, bucket.sequences)
     return PrefillInputs(
-        tokens=pad(tokens, len(positions), 0),
-        previous=pad(previous, len(positions), 0),
-        before=pad(before, len(positions), 0),
+        tokens=np.pad(tokens, (0, padding)),
+        previous=np.pad(previous, (0, padding)),
+        before=np.pad(before, (0, padding)),
         positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
-        first_new=pad(cu_new[:count], most, cu_new[0]),
-        last_new=pad(cu_new[1 : count + 1] - 1, most, cu_new[1] - 1),
+        first_new=first_new,
+        last_new=last_new,
         plans=tuple(plans),
     )
 
@@ -387,11 +395,11 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
         keys = cache.keys[index].flatten(0, 1)
         values = cache.values[index].flatten(0, 1)
 
-        own_keys = k
         offset = layer in config.key_offset_layers
         if offset:
+            last_keys = k[inputs.last_new]
             before = torch.cat((k[:1], k[:-1]))
-            # The key before the first new one: its second half waits in the slot of that one.
+            # What the token before a sequence's first new one wrote ahead, into the slot of that one.
             before[inputs.first_new] = keys[plan.first_slots]
             k = model.offset_keys(k, before, first_T11)
 
@@ -399,7 +407,7 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
         keys[plan.stored_slots] = k[plan.stored]
         values[plan.stored_slots] = v[plan.stored]
         if offset:
-            keys[plan.next_slots, :, half:] = own_keys[inputs.last_new, :, half:]
+            keys[plan.next_slots, :, half:] = last_keys[:, :, half:]
         return y
 
     previous_2T = torch.stack((inputs.previous, inputs.before))
@@ -807,15 +815,15 @@ class Decoder:
         for row, completion in pending.completions.items():
             if completion.tool_result:
                 self.state.tokens[row] = completion.tool_result[0]
+
+        # The device gets the work of the next step before the host reads the ids of this one.
         following = self.completions_after(pending) if self.overlap else {}
-        if not following:
-            return self.finish(pending)
-        logits = self.compute_logits()
-        if not self.kind.masks:
+        logits = self.compute_logits() if following else None
+        if following and not self.kind.masks:
             self.pending = self.launch(following, logits)
             return self.finish(pending)
 
-        # A mask needs the ids that are read now, so only the logits are computed meanwhile.
+        # A mask says which ids may follow those of this step, so with masks sampling waits until they are read.
         outputs = self.finish(pending)
         following = {row: c for row, c in following.items() if not c.reason}
         if following:
@@ -1094,20 +1102,25 @@ class PrefixCache:
         """
         copies = {}
         new_prefixes = {}
-        others = self.tokens[: self.num_rows]
+        earlier = self.tokens[: self.num_rows]  # sequences
         for row, sequence in sequences.items() if self.shared else ():
             source = max(self.shared, key=lambda shared: self.match(shared, sequence))
-            longest = max(num_cached[row], self.match(source, sequence))  # cached prefix
-            common = max(len(commonprefix([sequence[:-1], other])) for other in others)  # with any sequence before it
-            others.append(sequence)
+            num_shared = self.match(source, sequence)
+
+            # If an earlier sequence has many more ids in common, these become a shared prefix of their own.
+            common = max(len(commonprefix([sequence[:-1], other])) for other in earlier)
+            earlier.append(sequence)
             oldest = self.shared[0]
-            if common >= longest + MIN_SHARED_PREFIX and oldest not in copies.values():
+            gains = common - max(num_cached[row], num_shared) >= MIN_SHARED_PREFIX
+            if gains and oldest not in copies.values():
                 source = oldest
+                num_shared = common
                 new_prefixes[source] = self.tokens[source] = sequence[:common]
-            if self.match(source, sequence) > num_cached[row]:
-                self.shared.remove(source)
-                self.shared.append(source)
+
+            if num_shared > num_cached[row]:
                 copies[row] = source
+                self.shared.remove(source)
+                self.shared.append(source)  # the most recently used
         return copies, new_prefixes
 
 
@@ -1165,11 +1178,10 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
 
     if offset:
         second_half = torch.arange(width, device=q.device) >= width // 2
-        waiting = keys[row, slot]
+        from_before = second_half & (position > 0)[:, None, None]
         next_slot = (position + 1) % slots
         keys[row, next_slot] = torch.where(running & second_half, k, keys[row, next_slot])
-        has_previous = (position > 0)[:, None, None]
-        k = torch.where(second_half & has_previous, waiting, k)
+        k = torch.where(from_before, keys[row, slot], k)
     keys[row, slot] = torch.where(running, k, keys[row, slot])
     values[row, slot] = torch.where(running, v, values[row, slot])
 
@@ -1204,8 +1216,8 @@ def decode_attention_kernel(
     if OFFSET:
         second_half = d >= WIDTH // 2
         tl.store(keys + (slot + 1) % S * stride + d, K, mask=running & second_half)
-        taken = second_half & (d < p * WIDTH)  # from the token before, which the first has not
-        K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
+        from_before = second_half & (d < p * WIDTH)  # the first token has none before it
+        K = tl.where(from_before, tl.load(keys + slot * stride + d, mask=from_before, other=0.0), K)
     tl.store(keys + slot * stride + d, K, mask=running)
     tl.store(values + slot * stride + d, V, mask=running)
 
