@@ -39,7 +39,6 @@ import traceback
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +105,6 @@ HOLD = 2  # steps that new sequences may wait for others, so that one prefill se
 STOPPING = "the server is stopping"
 FAILED = "the model no longer runs, and the server's log says why; start the server again"
 COMPILERS = 4  # schemas of answers that are compiled at a time
-EXIT_SECONDS = 5  # after --drain, for the process to end
 
 # ---- the thread that owns the model
 
@@ -237,7 +235,7 @@ class Worker(threading.Thread):
                 self.failures = 0
                 self.metrics.steps.inc()
                 self.metrics.new_tokens.inc(sum(output.token is not None for output in outputs))
-            self.deliver([self.add_output(output) for output in outputs])
+            self.deliver(outputs)
         except Exception:
             self.fail([*self.sequences])
 
@@ -311,16 +309,6 @@ class Worker(threading.Thread):
 
     # -- results
 
-    def add_output(self, output: engine.StepOutput) -> Sequence:
-        """Gives what a step did to the sequence in its row."""
-        sequence = self.sequences[output.row]
-        sequence.add_output(output)
-        if output.token is not None and len(sequence.completion.tokens) == 1:
-            self.metrics.time_to_first_token.observe(time.monotonic() - sequence.request.began)
-        if output.reason:
-            self.release(output.row)
-        return sequence
-
     def fail(self, rows: list[int]) -> None:
         """Reports a failure to those whose answers were in these rows; the server goes on."""
         self.failures += 1
@@ -332,21 +320,33 @@ class Worker(threading.Thread):
             self.release(row)
         self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
-    def deliver(self, sequences: list[Sequence]) -> None:
-        """Tells the event loop which requests have news: at once, while few answers are written.
+    def deliver(self, outputs: list[engine.StepOutput]) -> None:
+        """Gives the outputs of a step to their sequences, and tells the event loop which requests have news.
 
-        With many answers the ids of several steps go out together, but the first and the last id of an answer do not
-        wait. Only the end is news to a client that does not stream.
+        While few answers are written it hears of each id at once. With many, the ids of several steps go out together,
+        but the first and the last id of an answer do not wait. Only the end is news to a client that does not stream.
         """
-        for sequence in sequences:
-            if sequence.request.fields.stream or (sequence.reason and sequence.request.done()):
-                self.unsent.add(sequence.request)
+        urgent = set()
+        for output in outputs:
+            sequence = self.sequences[output.row]
+            request = sequence.request
+            sequence.add_output(output)
+            is_first = output.token is not None and len(sequence.completion.tokens) == 1
+            if is_first:
+                self.metrics.time_to_first_token.observe(time.monotonic() - request.began)
+            if output.reason:
+                self.release(output.row)
+            if request.fields.stream or request.done():
+                self.unsent.add(request)
+                if is_first or sequence.reason:
+                    urgent.add(request)
+
         now = time.monotonic()
-        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}  # last or first id
-        if not self.sequences or now - self.notified >= MESSAGE_SECONDS * (len(self.sequences) - FEW):
+        wait = MESSAGE_SECONDS * (len(self.sequences) - FEW)  # below 0 with few answers
+        if now - self.notified >= wait:
             self.notified = now
             urgent = self.unsent
-        self.notify(self.unsent & urgent)
+        self.notify(urgent)
         self.unsent = self.unsent - urgent
 
     def notify(self, requests: set[Request], problem: APIError | None = None) -> None:
@@ -392,13 +392,13 @@ class Server(uvicorn.Server):
             Route("/tokenize", partial(self.post, self.protocol.tokenize), methods=["POST"]),
             Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
         ]
-        hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
-        paths = {route.path for route in routes}
-        origins = [origin.rstrip("/") for origin in args.allow_origin]
+        self.key = args.api_key
+        self.hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
+        self.paths = {route.path for route in routes}  # that are counted by name
+        self.origins = [origin.rstrip("/") for origin in args.allow_origin]
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        gate = Gate(app, hosts, origins, args.api_key, paths, self.worker.metrics.requests)
-        app = CORSMiddleware(gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+        app = CORSMiddleware(self.gate, allow_origins=self.origins, allow_methods=["*"], allow_headers=["*"])
 
         # The worker is warm before anyone can connect.
         self.worker.start()
@@ -418,6 +418,41 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(args.drain) + 2,
         )
         super().__init__(config)
+
+    async def gate(self, scope, receive, send) -> None:
+        """Counts requests, and keeps out other web pages (see the top) and those without the key."""
+        path = scope["path"]
+        label = path if path in self.paths else "other"
+
+        async def counting(message) -> None:
+            if message["type"] == "http.response.start":
+                self.worker.metrics.requests.labels(label, message["status"]).inc()
+            await send(message)
+
+        problem = self.check(HTTPRequest(scope).headers, path)
+        await (problem.response() if problem else self.app)(scope, receive, counting)
+
+    def check(self, headers, path: str) -> APIError | None:
+        host = headers.get("host", "").lower()
+        origin = headers.get("origin")
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            if name not in self.hosts:
+                ipaddress.ip_address(name)  # a page that rebinds a name has that name here
+            known = origin is None or not {origin, "*"}.isdisjoint(self.origins)
+            if not known and urllib.parse.urlsplit(origin).netloc.lower() != host:
+                wrong = f"requests from web pages of another origin are refused, found {shorten(origin)}"
+                return APIError(403, f"{wrong}; start the server with --allow-origin URL to allow it")
+        except ValueError:
+            wrong = f"this server does not know {shorten(host)} of the Host header"
+            return APIError(403, f"{wrong}; start it with --allow-host NAME to allow it")
+        if self.key is None or path == "/health":
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
+        if kind.lower() == "bearer" and right:
+            return None
+        return APIError(401, 'this server needs its key: send "Authorization: Bearer KEY"', code="invalid_api_key")
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -469,13 +504,6 @@ class Server(uvicorn.Server):
         request.error = APIError(499, "the client left")
         request.news.set()
 
-    def handle_exit(self, signum, frame) -> None:
-        """Of a signal: the process ends in any case, even if a thread hangs."""
-        super().handle_exit(signum, frame)
-        last = threading.Timer(self.drain + EXIT_SECONDS, os._exit, (1,))
-        last.daemon = True
-        last.start()
-
     async def shutdown(self, sockets=None) -> None:
         self.worker.draining = True
         asyncio.get_running_loop().call_later(self.drain, self.worker.stop)
@@ -500,52 +528,6 @@ async def read_body(http_request: HTTPRequest) -> bytes:
     except ClientDisconnect:
         raise APIError(499, "the client left") from None
     return bytes(data)
-
-
-@dataclass
-class Gate:
-    """Counts requests, and keeps out other web pages (see the top) and those without the key."""
-
-    app: Callable
-    allowed: set[str]  # names of this server
-    origins: list[str]  # of other web pages
-    key: str | None
-    paths: set[str]  # that are counted by name
-    counter: prometheus.Counter
-
-    async def __call__(self, scope, receive, send) -> None:
-        path = scope["path"]
-        label = path if path in self.paths else "other"
-
-        async def counting(message) -> None:
-            if message["type"] == "http.response.start":
-                self.counter.labels(label, message["status"]).inc()
-            await send(message)
-
-        problem = self.check(HTTPRequest(scope).headers, path)
-        await (problem.response() if problem else self.app)(scope, receive, counting)
-
-    def check(self, headers, path: str) -> APIError | None:
-        host = headers.get("host", "").lower()
-        origin = headers.get("origin")
-        try:
-            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-            if name not in self.allowed:
-                ipaddress.ip_address(name)  # a page that rebinds a name has that name here
-            known = origin is None or not {origin, "*"}.isdisjoint(self.origins)
-            if not known and urllib.parse.urlsplit(origin).netloc.lower() != host:
-                wrong = f"requests from web pages of another origin are refused, found {shorten(origin)}"
-                return APIError(403, f"{wrong}; start the server with --allow-origin URL to allow it")
-        except ValueError:
-            wrong = f"this server does not know {shorten(host)} of the Host header"
-            return APIError(403, f"{wrong}; start it with --allow-host NAME to allow it")
-        if self.key is None or path == "/health":
-            return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
-        if kind.lower() == "bearer" and right:
-            return None
-        return APIError(401, 'this server needs its key: send "Authorization: Bearer KEY"', code="invalid_api_key")
 
 
 async def failure(http_request: HTTPRequest, error: Exception) -> Response:
