@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import llguidance
 from llguidance import LLMatcher
@@ -135,21 +134,15 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, COMPILE_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (COMPILE_BYTES, COMPILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_STACK, (COMPILE_STACK, COMPILE_STACK))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(10)  # answers go first
     except (ImportError, ValueError):  # Windows has no such limits, macOS not all
         pass
     grammar = sys.stdin.read()
-    threading.stack_size(COMPILE_STACK)
-
-    def compile_grammar() -> None:
-        matcher = LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
-        matcher.compute_logit_bias()
-        print(matcher.get_error(), end="")
-
-    thread = threading.Thread(target=compile_grammar)
-    thread.start()
-    thread.join()
+    matcher = LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    matcher.compute_logit_bias()
+    print(matcher.get_error(), end="")
 
 
 if __name__ == "__main__":
