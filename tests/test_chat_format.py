@@ -77,7 +77,7 @@ def templates(bpe, tmp_path_factory) -> dict:
     def render(text, messages):
         return theirs.apply_chat_template(messages, chat_template=text, add_generation_prompt=True)["input_ids"]
 
-    texts = {"transformers": theirs.chat_template, "GGUF": export_portable.without_marks(theirs.chat_template)}
+    texts = {"transformers": theirs.chat_template, "GGUF": export_portable.GENERATION.sub("", theirs.chat_template)}
     assert "generation -%}" not in texts["GGUF"]
     return {name: lambda messages, text=text: render(text, messages) for name, text in texts.items()}
 

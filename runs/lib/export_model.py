@@ -342,15 +342,9 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=None,
-        output_hidden_states=None,
-        **unused,
-    ):
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        use_cache=None, output_hidden_states=None, **unused,
+    ):  # fmt: skip
         """The normalised state after the last layer, (B, T, D).
 
         Args: input_ids int (B, T), the tokens after those in the cache; attention_mask (B, S), 0 at
@@ -502,17 +496,9 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        output_hidden_states=None,
-        **kwargs,
-    ):
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        labels=None, use_cache=None, logits_to_keep=0, output_hidden_states=None, **kwargs,
+    ):  # fmt: skip
         """Logits (B, T, V) in fp32, and the loss if there are labels (B, T); those of -100 do not count.
 
         Labels at padding and at the first token of a text do not count either: nothing predicts them.

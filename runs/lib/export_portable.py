@@ -29,6 +29,8 @@ EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
 # Split patterns that llama.cpp knows, and what it calls them.
 LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
+# Marks in a chat template, which only transformers knows, of what the loss counts.
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 # ---- the model
@@ -258,9 +260,4 @@ def add_vocabulary(writer, vocabulary: Vocabulary, size: int) -> None:
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
     if vocabulary.template:
-        writer.add_chat_template(without_marks(vocabulary.template))
-
-
-def without_marks(template: str) -> str:
-    """A chat template without the marks of what the loss counts, which only transformers knows."""
-    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+        writer.add_chat_template(GENERATION.sub("", vocabulary.template))
