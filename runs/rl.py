@@ -54,7 +54,7 @@ class Settings(BaseModel):
     """The settings of a run, from its flags; the entry "rl" of config.json."""
 
     source: str
-    no_compile: bool = Field(False, description="quicker start")
+    no_compile: bool = False
     task: Literal[*MAX_TOKENS] = Field("addition", description="addition or gsm8k")
     digits: int = Field(2, ge=1, le=18, description="in each number of addition")
     files: str | None = Field(None, description="folder with the files of gsm8k, else downloaded")
@@ -77,6 +77,7 @@ class Settings(BaseModel):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="finetuned run to start from")
+    parser.add_argument("--no-compile", action="store_true", help="quicker start")
     add_flags(parser, Settings.model_fields)
 
 
