@@ -27,7 +27,6 @@ from types import ModuleType
 import numpy as np
 from lib import tuning
 from lib.command import RunError, run_command
-from pydantic import BaseModel
 
 # Packs per step: fewer than in pretraining, as there are few conversations.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -91,15 +90,6 @@ class Conversations:
 # ---- the run
 
 
-class Settings(BaseModel):
-    """What finetuning adds to the Config of a run; the entry "finetune" of config.json."""
-
-    run: str  # directory of the source
-    checkpoint: str  # name of the one it started from
-    packs: int
-    lr: float
-
-
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
@@ -107,7 +97,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
-    settings = Settings(run=args.run, checkpoint=checkpoint.name, packs=packs, lr=lr)
+    settings = {"run": args.run, "checkpoint": checkpoint.name, "packs": packs, "lr": lr}
     base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
     dataset = tuning.open_dataset(script, config.data, run_dir)
@@ -120,8 +110,8 @@ def new_job(script: ModuleType, args: argparse.Namespace):
 def resumed_job(script: ModuleType, args: argparse.Namespace):
     """The job of the run in args.run_dir, with the flags that may change on resume."""
     run_dir = Path(args.run_dir)
-    settings = Settings(**tuning.describe_run(script, run_dir, "finetune")["finetune"])
-    for name, old in settings:
+    settings = tuning.describe_run(script, run_dir, "finetune")["finetune"]
+    for name, old in settings.items():
         new = getattr(args, name, None)
         if new not in (None, old):
             wrong = f"the run has {old}, the flags ask for {new}"
@@ -130,8 +120,8 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
 
 
-def make_job(script: ModuleType, config, dataset, settings: Settings):
-    """What the training script needs to know to finetune."""
+def make_job(script: ModuleType, config, dataset, settings: dict):
+    """What the training script needs to know to finetune; settings are the entry "finetune" of config.json."""
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     conversations = Conversations(dataset, "train", config)
     held_out = Conversations(dataset, "val", config)
@@ -142,7 +132,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
     padding = 1 - conversations.inputs * config.max_epochs / available
     counted = conversations.tokens[conversations.counted]
 
-    source = Path(settings.run) / "checkpoints" / settings.checkpoint
+    source = Path(settings["run"]) / "checkpoints" / settings["checkpoint"]
     notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
     return script.Job(
         config=config,
@@ -155,7 +145,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         note=f"{notes}, {padding:.1%} padding",
         # With the moments of the source: "slightly better" in nanochat.
         load_start=lambda state: tuning.load_source(script, state, source, moments=True),
-        **tuning.tool_entries("finetune", {"finetune": settings.model_dump()}, __file__),
+        **tuning.tool_entries("finetune", {"finetune": settings}, __file__),
     )
 
 

@@ -224,16 +224,14 @@ def sample_texts(run, command: str) -> list[str]:
     """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
     from lib import engine
 
+    generate = engine.Generator(run.model, run.tokenizer).generate
     if command == "finetune":
         prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
-        options = ANSWER | {"stop": (run.tokenizer.specials[chat_format.ASSISTANT_END],)}
-    else:
-        prompts = held_out_prompts(run)
-        options = CONTINUATION | {"seed": run.config.seed}
-    found = engine.Generator(run.model, run.tokenizer).generate(prompts, **options)
-    if command == "finetune":
+        found = generate(prompts, stop=(run.tokenizer.specials[chat_format.ASSISTANT_END],), **ANSWER)
         answers = map(run.tokenizer.decode, found)
         return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
+    prompts = held_out_prompts(run)
+    found = generate(prompts, seed=run.config.seed, **CONTINUATION)
     # Together, because a character may begin in the prompt and end behind it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
 

@@ -91,7 +91,6 @@ MAX_BODY = 1 << 20  # bytes of a request
 # A connection stays open for so long between two requests: longer than clients keep an idle one (openai: 5 s), or they
 # may send into a closed one.
 IDLE_SECONDS = 30
-BODY_SECONDS = 60  # for sending a request
 MAX_CONNECTIONS = 1000
 BACKLOG = 64  # connections that the system keeps until the server accepts them
 # A thread that runs gives way to one that waits after so long (Python: 5 ms). The worker needs the interpreter's lock
@@ -518,13 +517,10 @@ async def read_body(http_request: HTTPRequest) -> bytes:
         raise APIError(415, 'the request must have the header "Content-Type: application/json"')
     data = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in http_request.stream():
-                data += part
-                if len(data) > MAX_BODY:
-                    raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
-    except TimeoutError:
-        raise APIError(408, f"the request did not arrive within {BODY_SECONDS} seconds") from None
+        async for part in http_request.stream():
+            data += part
+            if len(data) > MAX_BODY:
+                raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
     except ClientDisconnect:
         raise APIError(499, "the client left") from None
     return bytes(data)

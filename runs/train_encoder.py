@@ -70,7 +70,6 @@ class Config:
     log_every: int = Field(10, description="steps between lines of the log")
     keep_checkpoints: int = 2
     micro_batch_tokens: int = Field(0, description="0: 65,536 on a GPU, else 8,192")
-    attention: Literal["auto", "varlen", "sdpa"] = Field("auto", description="auto, varlen or sdpa")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto, bfloat16 or float32")
     compile: bool = True
 
@@ -276,9 +275,6 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
     return lambda q, k, v: varlen_attn(q, k, v, *sizes, window_size=(-1, -1))
 
 
-ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
-
-
 # ---- data
 
 
@@ -344,8 +340,8 @@ def build_state(config: Config, ranks, say: Callable = print):
     if dtype == torch.float16:
         dtype = torch.float32  # GPUs without bf16 need no loss scale then
     model = Encoder(config, ranks.device, dtype)
-    kernel = "varlen" if dtype == torch.bfloat16 and ranks.device.type == "cuda" else "sdpa"
-    model.attention = ATTENTION.get(config.attention, ATTENTION[kernel])
+    if dtype == torch.bfloat16 and ranks.device.type == "cuda":
+        model.attention = varlen_attention
     model.init_weights(config.seed)
     forward = model
     if config.compile and ranks.device.type == "cuda":
@@ -374,8 +370,7 @@ def pretrain(args: argparse.Namespace) -> dict:
     else:
         config = check_settings(Config, {**SIZES[args.size], **vars(args)})
     if config.width % config.head_dim or config.head_dim % 2:
-        found = f"--width {config.width} must be a multiple of an even --head-dim"
-        raise RunError(f"{found}, found {config.head_dim}")
+        raise RunError(f"--width {config.width} must be a multiple of an even --head-dim, found {config.head_dim}")
     if config.max_seq_len > config.pack_tokens:
         found = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
         raise RunError(f"{found}, but a document must fit into a pack; change one of them")

@@ -355,9 +355,6 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             raise ValueError("this model needs input_ids: it looks up more than one table by them")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if self.gradient_checkpointing and self.training:
-            use_cache = False
-            past_key_values = None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
 

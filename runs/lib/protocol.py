@@ -456,8 +456,7 @@ class Answers:
 
     def chat_logprob(self, token: int, entry: engine.TokenLogprob) -> dict:
         def named(token: int, logprob: float) -> dict:
-            own = self.tokenizer.bytes[token]
-            return {"token": self.shown(token), "logprob": logprob, "bytes": list(own)}
+            return {"token": self.shown(token), "logprob": logprob, "bytes": list(self.tokenizer.bytes[token])}
 
         top = entry.top[: self.request.logprobs]
         return named(token, entry.logprob) | {"top_logprobs": [named(*one) for one in top]}
