@@ -172,13 +172,6 @@ def choice_item(value: dict[str, Any]) -> ChoiceItem:
     return ChoiceItem(value["question"], list(choices), int(value["answer"]))
 
 
-def choice_question(question: str, choices: list[str]) -> str:
-    """nanochat's wording: a letter right behind its choice binds better in a small model."""
-    lines = [f"- {choice}={letter}" for choice, letter in zip(choices, LETTERS, strict=False)]
-    task = "Respond only with the letter of the correct answer."
-    return "\n".join([f"Multiple Choice question: {question}", *lines, "", task])
-
-
 def text_item(task: str, value: dict[str, Any]) -> Item:
     """An item of gsm8k or humaneval."""
     if task == "gsm8k":
@@ -250,7 +243,11 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
     rows = []
     spans = []
     for item in items:
-        prompt = chat_format.question_ids(tokenizer, choice_question(item.question, item.choices))
+        # nanochat's wording: a letter right behind its choice binds better in a small model.
+        lines = [f"- {choice}={letter}" for choice, letter in zip(item.choices, LETTERS, strict=False)]
+        lines += ["", "Respond only with the letter of the correct answer."]
+        question = "\n".join([f"Multiple Choice question: {item.question}", *lines])
+        prompt = chat_format.question_ids(tokenizer, question)
         prompt = prompt[-(limit - 1) :]
         own = letters[: len(item.choices)]
         rows.append([np.array([*prompt, letter], np.int32) for letter in own])

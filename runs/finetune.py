@@ -155,12 +155,11 @@ def make_job(script: ModuleType, config, dataset, settings: dict):
 def script_directory(argv: list[str]) -> Path:
     """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", nargs="?")
     known, _ = parser.parse_known_args(argv)
-    if known.resume and not known.run_dir:
+    if "--resume" in argv and not known.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
-    if known.resume:
+    if "--resume" in argv:
         return Path(known.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
         way = "name it first, as in python runs/finetune.py RUN"

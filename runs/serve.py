@@ -92,7 +92,6 @@ MAX_BODY = 1 << 20  # bytes of a request
 # may send into a closed one.
 IDLE_SECONDS = 30
 MAX_CONNECTIONS = 1000
-BACKLOG = 64  # connections that the system keeps until the server accepts them
 # A thread that runs gives way to one that waits after so long (Python: 5 ms). The worker needs the interpreter's lock
 # again after each call to the device.
 SWITCH_SECONDS = 2e-4
@@ -405,18 +404,10 @@ class Server(uvicorn.Server):
         if self.worker.error:
             raise RunError(f"the model does not run: {first_line(self.worker.error)}")
         sys.setswitchinterval(SWITCH_SECONDS)
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            backlog=BACKLOG,
-            limit_concurrency=MAX_CONNECTIONS,
-            log_level="info" if args.access_log else "error",
-            access_log=args.access_log,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=int(args.drain) + 2,
-        )
-        super().__init__(config)
+        log = {"log_level": "info" if args.access_log else "error", "access_log": args.access_log}
+        limits = {"limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": IDLE_SECONDS}
+        limits["timeout_graceful_shutdown"] = int(args.drain) + 2
+        super().__init__(uvicorn.Config(app, ws="none", lifespan="off", **log, **limits))
 
     async def gate(self, scope, receive, send) -> None:
         """Counts requests, and keeps out other web pages (see the top) and those without the key."""
@@ -547,7 +538,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on an address. Raises: RunError"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
         raise RunError(f"cannot listen on {host} port {port} ({reason}); choose another --host or --port") from None

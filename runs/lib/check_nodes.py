@@ -16,19 +16,14 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
     script = importlib.import_module(Path(path).stem)
     if hasattr(script, "build_parser"):  # a tool has flags of its own, which it checks itself
         try:
-            check(script, nodes, count, argv)
+            config = script.make_config(script.build_parser().parse_args(argv))
+            script.Dataset.open(config.data)
+            least, _, most = nodes.partition(":")
+            for machines in range(int(least), int(most or least) + 1):
+                script.choose_packs(config, script.Ranks(0, machines * count, torch.device("cpu")))
         except script.UserError as error:
             sys.exit(f"error: {error}")
     print(count)
-
-
-def check(script, nodes: str, gpus: int, argv: tuple[str, ...]) -> None:
-    """Raises UserError if the flags, the data or the number of processes do not fit."""
-    config = script.make_config(script.build_parser().parse_args(argv))
-    script.Dataset.open(config.data)
-    least, _, most = nodes.partition(":")
-    for machines in range(int(least), int(most or least) + 1):
-        script.choose_packs(config, script.Ranks(0, machines * gpus, torch.device("cpu")))
 
 
 if __name__ == "__main__":

@@ -81,8 +81,7 @@ def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.
         description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
     add = parser.add_argument
-    where = "what the run writes (default: under out/)"
-    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help="what the run writes (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
     if not resume:
         add_new(parser)

@@ -189,16 +189,6 @@ def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def print_result(result: dict) -> None:
-    for found in result["budgets"]:
-        size = "no minimum between the smallest and the largest size; train others"
-        if found["weights"]:
-            size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
-        print(f"{found['flops']:.2e} FLOPs: {size}")
-    for name in ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",):
-        print(describe(result[name], name))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder with run directories")
@@ -221,7 +211,13 @@ def main() -> None:
     columns = ["run", "num_layers", "width", "weights", "tokens", "flops", "val_bpb", "core", "train_seconds"]
     formatters = {name: form.format for name, form in forms.items()}
     print(runs.to_string(columns=columns, formatters=formatters, float_format="{:.4f}".format, index=False, na_rep=""))
-    print_result(result)
+    for found in result["budgets"]:
+        size = "no minimum between the smallest and the largest size; train others"
+        if found["weights"]:
+            size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
+        print(f"{found['flops']:.2e} FLOPs: {size}")
+    for name in ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",):
+        print(describe(result[name], name))
     print(f"{out / 'results.csv'}, {out / 'scaling.png'}")
     print(json.dumps(result))
 
