@@ -34,7 +34,6 @@ HELP = """\
 To start a message with a slash, type two. A line that ends with \\ continues on the next one."""
 TIMEOUT = 300  # seconds without a word from the server
 MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
-HISTORY_LINES = 1000
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -421,7 +420,7 @@ def use_history() -> None:
         readline.read_history_file(path)
     except OSError:
         return
-    readline.set_history_length(HISTORY_LINES)
+    readline.set_history_length(1000)
     atexit.register(readline.write_history_file, path)
 
 

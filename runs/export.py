@@ -72,9 +72,6 @@ from lib import export_portable
 from lib.export_portable import Vocabulary
 
 LIB = Path(__file__).with_name("lib")
-MODEL_CODE = LIB / "export_model.py"
-CHAT_TEMPLATE = LIB / "export_chat.jinja"
-CARD = LIB / "export_card.md"
 
 # ---- the model
 
@@ -247,7 +244,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         core = [header, ["---"] * len(header), *tasks]
     is_chat = is_chat_run(run_dir)
 
-    text = CARD.read_text(encoding="utf-8")
+    text = (LIB / "export_card.md").read_text(encoding="utf-8")
     options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
     return Template(text, **options).render(
         **vars(args) | {"run_dir": from_here(run_dir, f"out/{run_dir.resolve().name}")},
@@ -386,7 +383,8 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     end = ASSISTANT_END if is_chat else bos
     # Padding differs from the end, which collators would not teach otherwise. The loss never counts <|output_end|>.
     pad = "<|output_end|>" if end == bos and "<|output_end|>" in specials else bos
-    template = CHAT_TEMPLATE.read_text(encoding="utf-8") if specials.keys() >= {*TURN_TOKENS} else ""
+    has_turns = specials.keys() >= {*TURN_TOKENS}
+    template = (LIB / "export_chat.jinja").read_text(encoding="utf-8") if has_turns else ""
     return Vocabulary(content, tokenizer.pattern, specials, bos, end, pad, template)
 
 
@@ -427,7 +425,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     if "(curve.png)" in card:
         shutil.copyfile(args.run_dir / "curve.png", args.out / "curve.png")
     if "auto_map" in fields:
-        shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
+        shutil.copyfile(LIB / "export_model.py", args.out / "modeling_decoderstack.py")
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
     write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], padding_side="left")

@@ -99,14 +99,10 @@ class ReadFile(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """A flag for each setting. Flags that are not given are not in the result."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        prefix_chars="-@",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]"
+    rules = {"prefix_chars": "-@", "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form, **rules)
     add = parser.add_argument
     add("command", nargs="?", help="sft or pretrain")
     add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")

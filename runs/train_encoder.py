@@ -88,10 +88,7 @@ class Config:
         return -(-self.vocab_size // 64) * 64
 
     chosen = property(vars)  # what identifies a run
-
-    @property
-    def num_steps(self) -> int:
-        return self.steps
+    num_steps = property(lambda self: self.steps)
 
     @property
     def step_tokens(self) -> int:
@@ -293,12 +290,8 @@ def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
         chosen = order[row, : int(config.mask_rate * is_text[row].sum())]
         targets[row, chosen] = tokens[row, chosen]
     tokens[targets >= 0] = config.vocab_size - 1
-    return dataclasses.replace(
-        batch,
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets),
-        total_targets=int((targets >= 0).sum()),
-    )
+    tensors = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+    return dataclasses.replace(batch, **tensors, total_targets=int((targets >= 0).sum()))
 
 
 class MaskedPacks(script.PackLoader):

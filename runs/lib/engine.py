@@ -360,18 +360,14 @@ def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> Pr
     ]
 
     cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])  # where the new ids of each sequence begin and end
-    first_new = cu_new[:-2]
-    last_new = cu_new[1:-1] - 1
-    if bucket:
-        first_new = repeat_first(first_new, bucket.sequences)
-        last_new = repeat_first(last_new, bucket.sequences)
+    num_sequences = bucket.sequences if bucket else len(rows)
     return PrefillInputs(
         tokens=np.pad(tokens, (0, padding)),
         previous=np.pad(previous, (0, padding)),
         before=np.pad(before, (0, padding)),
         positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
-        first_new=first_new,
-        last_new=last_new,
+        first_new=repeat_first(cu_new[:-2], num_sequences),
+        last_new=repeat_first(cu_new[1:-1] - 1, num_sequences),
         plans=tuple(plans),
     )
 
