@@ -281,10 +281,9 @@ def evaluate(run: Run) -> None:
     """Loss over all packs of the validation data, in nats for each counted token."""
     progress = run.progress
     run.model.eval()
-    rows = np.arange(len(run.val))
     counted = int(run.val["counted"][:].sum())
     total = torch.zeros((), device=run.model.device)
-    for batch in micro_batches(run, run.val, rows):
+    for batch in micro_batches(run, run.val, np.arange(len(run.val))):
         total += packed_loss(run.model, batch, counted)
     reshard(run.model)
     progress.val_loss = sum(run.ranks.gather(total.item()))

@@ -337,8 +337,7 @@ def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
     # In parts, which bounds the memory of the logits.
     nats = []
     hits = []
-    parts = zip(inputs.picks_R.split(8192), inputs.targets_R.split(8192), strict=True)
-    for picks, targets in parts:
+    for picks, targets in zip(inputs.picks_R.split(8192), inputs.targets_R.split(8192), strict=True):
         z = model.logits(hidden[picks])
         nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
         hits.append(z[:, : config.vocab_size].argmax(1) == targets)

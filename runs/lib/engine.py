@@ -144,9 +144,9 @@ class KVCache:
     Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
     window + 2, for the newest key and the next one, or longest sequence + 1 if less.
 
-    In layers with key offset, the key in a slot has its second half from the token before. So a token writes the first
-    half of its key into its own slot and the second half into the next one. (The first token of a text has no token
-    before it, and writes both halves into its own slot too.)
+    In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
+    its key into its own slot, and the second half into the next one. The first token of a text, which has none before
+    it, writes its second half into both.
     """
 
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
@@ -288,7 +288,7 @@ def choose_bucket(num_cached: list, sequences: list, max_sequences: int, window:
 
 
 def repeat_first(array: np.ndarray, length: int) -> np.ndarray:
-    """Fills an array of indices up with its first entry: work that is done again changes nothing."""
+    """An array of indices, filled up to a length with its first entry: to read or write one thing again is harmless."""
     return np.concatenate((array, np.full(length - len(array), array[0])))
 
 
@@ -741,6 +741,7 @@ class Decoder:
         self.state.set_rows(completions)
         self.running |= completions
         self.kind = step_kind(self.running.values(), self.tokenizer.vocab_size)
+        # A prefix that was computed just now was not in the cache.
         computed_now = [row for row, source in copies.items() if source in new_prefixes]
         return num_cached | dict.fromkeys(computed_now, 0)
 
@@ -1107,8 +1108,8 @@ class PrefixCache:
             common = max(len(commonprefix([sequence[:-1], other])) for other in earlier)
             earlier.append(sequence)
             oldest = self.shared[0]
-            gains = common - max(num_cached[row], num_shared) >= MIN_SHARED_PREFIX
-            if gains and oldest not in copies.values():
+            is_longer = common >= max(num_cached[row], num_shared) + MIN_SHARED_PREFIX
+            if is_longer and oldest not in copies.values():  # a row that is about to be copied stays
                 source = oldest
                 num_shared = common
                 new_prefixes[source] = self.tokens[source] = sequence[:common]
