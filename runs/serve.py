@@ -143,7 +143,7 @@ class Worker(threading.Thread):
         self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
         self.draining = False  # no new requests, as it stops or has failed
-        self.closed = False  # nothing goes on
+        self.closed = False  # the loop of run() ends
         self.wake = threading.Condition()
         self.warm = threading.Event()
         self.error: Exception | None = None
@@ -193,7 +193,7 @@ class Worker(threading.Thread):
                 self.step()
         except Exception as error:
             self.error = error
-            if self.warm.is_set():  # else main() tells it
+            if self.warm.is_set():  # else Server() reports it
                 traceback.print_exc()
         self.warm.set()
         with self.wake:
@@ -242,7 +242,7 @@ class Worker(threading.Thread):
     def preempt(self) -> None:
         """Makes a row idle for each request that has none, as long as another request has two or more.
 
-        Of the request with the most rows it is the answer with the fewest tokens that waits, keeps them, and goes on.
+        The request with the most rows gives up that of its shortest answer, which keeps its tokens and continues later.
         """
         waiting = [request for request in self.queue if not request.num_running]
         for _ in range(len(waiting) - len(self.idle_rows)):
@@ -468,14 +468,14 @@ class Server(uvicorn.Server):
     async def reply(self, request: Request, scope, receive, send) -> None:
         """Has the answers to a request written, and sends them. Raises: APIError, before it sends"""
         self.worker.submit(request)
-        departure = asyncio.ensure_future(self.watch(receive, request))
+        watching = asyncio.ensure_future(self.watch(receive, request))
         answers = Answers(request, self.name, self.tokenizer)
         try:
             await request.progress()  # an error now is still a plain error
             if request.fields.stream:
                 headers = {"Cache-Control": "no-store"}
                 response = StreamingResponse(answers.events(), 200, headers, "text/event-stream")
-                await response.stream_response(send)  # as watch() is there already
+                await response.stream_response(send)  # response(...) would also watch for the client's leaving
                 return
             while not request.done():
                 await request.progress()
@@ -483,7 +483,7 @@ class Server(uvicorn.Server):
             response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
             await response(scope, receive, send)
         finally:
-            departure.cancel()
+            watching.cancel()
             self.worker.withdraw(request)
 
     async def watch(self, receive, request: Request) -> None:

@@ -133,8 +133,8 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, COMPILE_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (COMPILE_BYTES, COMPILE_BYTES))
         resource.setrlimit(resource.RLIMIT_STACK, (COMPILE_STACK, COMPILE_STACK))
+        resource.setrlimit(resource.RLIMIT_AS, (COMPILE_BYTES, COMPILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(10)  # answers go first
     except (ImportError, ValueError):  # Windows has no such limits, macOS not all
