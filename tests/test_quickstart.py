@@ -459,7 +459,7 @@ def checkout(tmp_path_factory) -> Path:
 def test_commands_run(checkout, fast_python, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     path = f"{fast_python.parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONEXECUTABLE": str(fast_python)}
+    environment = {**os.environ, "PATH": path, "FAST_PYTHON": str(fast_python)}
     ran = set()
     for command in readme_commands(name):
         if any(re.search(pattern, command) for pattern in NOT_RUN) and not (name in TUTORIALS and "out/a_" in command):

@@ -119,7 +119,7 @@ def folders(repo, fast_python):
     """The records of both variants, made by the commands that a person would type."""
 
     def typed(*words):
-        done = python(*words, cwd=repo, env={**os.environ, "PYTHONEXECUTABLE": str(fast_python)})
+        done = python(*words, cwd=repo, env={**os.environ, "FAST_PYTHON": str(fast_python)})
         assert done.returncode == 0, done.stderr
 
     device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
