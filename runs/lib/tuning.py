@@ -59,8 +59,9 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
     try:
         return script.newest_whole(run_dir, print_note, *names)
     except RunError as error:
-        wrong = str(error).partition(";")[0]  # what follows is for someone who resumes
-        raise RunError(f"{wrong}; wait until the run saves one, or name another run") from None
+        # The script speaks to someone who resumes.
+        way = "wait until the run saves one, or name another run"
+        raise RunError(str(error).replace("start again without --resume, in another --run-dir", way)) from None
 
 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
