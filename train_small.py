@@ -1342,7 +1342,7 @@ class Slot:
     sharded: bool
     per_rank: int  # length of a slice; the last ranks' slices may end in padding
     # What follows is set by Optimizer.reset().
-    master: Tensor | None = None  # fp32
+    master: Tensor | None = None  # fp32, or a sparse table itself in bf16
     moments: dict[str, Tensor] = field(default_factory=dict)  # and the average of the last weights
     mult: Tensor | None = None  # NorMuon: factor on the rate of each matrix
     matrices_at_once: int = 0  # NorMuon: how many a call of normuon_update takes
@@ -1548,7 +1548,9 @@ class Optimizer:
         self.late = []
         for slot in self.slots:
             weights = slot.param.detach().view(slot.shape)
-            if weights.dtype == torch.float32 and not slot.sharded:
+            # The rows of a large sparse table in bf16 are rounded up or down by chance, so they need no copy in fp32.
+            whole = torch.bfloat16 if slot.policy.sparse else torch.float32
+            if weights.dtype in (whole, torch.float32) and not slot.sharded:
                 slot.master = weights  # the parameter itself
             else:
                 slot.master = slot.moments = None  # old and new ones may not fit into memory together
@@ -1556,7 +1558,7 @@ class Optimizer:
             if slot.policy.optimizer == "normuon":
                 self.reset_normuon(slot)
             elif slot.policy.optimizer == "rmsprop":
-                slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0])}
+                slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0], dtype=torch.float32)}
             else:
                 names = ("exp_avg", "exp_avg_sq")
                 slot.moments = {name: torch.zeros_like(slot.master) for name in names}
@@ -1578,7 +1580,7 @@ class Optimizer:
         slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole fp32 master weights by parameter name. Every rank must call it."""
+        """The whole master weights by parameter name, fp32 but for sparse tables. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self, averages: bool = True) -> dict[str, Tensor]:
@@ -3564,8 +3566,8 @@ def update_rows_ref(
 ) -> None:
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
-    Args: master fp32 (R, C); grad (R, C), or with index int64 (N,) the gradients (N, C) of these rows,
-          which are summed; second_moment fp32 (R,); param (R, C) or None
+    Args: master fp32 (R, C), or bf16, which is rounded by chance; grad (R, C), or with index int64 (N,)
+          the gradients (N, C) of these rows, which are summed; second_moment fp32 (R,); param (R, C) or None
     """
     grad = grad.float() * grad_scale
     if index is None:
@@ -3577,9 +3579,16 @@ def update_rows_ref(
     second_moment.mul_(beta2)
     second_moment[rows] += (1 - beta2) * grad.square().mean(1)
     update = grad / ((second_moment[rows] / correction).sqrt() + eps)[:, None]
-    old = master[rows]
+    old = master[rows].float()
     agrees = update * old > 0
-    master[rows] -= lr * (update + decay * old * agrees)
+    new = old - lr * (update + decay * old * agrees)
+    if master.dtype == torch.bfloat16:
+        # As in the kernel.
+        bits = new.view(torch.int32).long() & 0xFFFFFFFF
+        noise = (bits ^ (bits >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
+        noise = (noise ^ (noise >> 15)) * 0x735A2D97 & 0xFFFFFFFF
+        new = (bits + (noise >> 16) >> 16 << 16).int().view(torch.float32)
+    master[rows] = new.to(master.dtype)
     if param is not None:
         param[rows] = master[rows].to(param.dtype)
 
@@ -3621,9 +3630,16 @@ def update_rows_kernel(
     square += (1 - beta2) * (total / C)
     tl.store(second_moment + row, square, mask=first)
     if total != 0:
-        x = tl.load(master + row * C + column, mask=inside, other=0.0)
+        x = tl.load(master + row * C + column, mask=inside, other=0.0).to(tl.float32)
         update = g / (tl.sqrt(square / correction) + eps)
         x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
+        if master.dtype.element_ty == tl.bfloat16:
+            # Up or down with the probabilities that keep the mean (stochastic rounding, arXiv 2010.06192). The
+            # random bits are a hash of the number itself (lowbias32): every rank and resumed run rounds alike.
+            bits = x.to(tl.uint32, bitcast=True)
+            noise = (bits ^ (bits >> 16)) * 0x21F0AAAD
+            noise = (noise ^ (noise >> 15)) * 0x735A2D97
+            x = ((bits + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         tl.store(master + row * C + column, x, mask=inside)
         if param is not None:
             tl.store(param + row * C + column, x.to(param.dtype.element_ty), mask=inside)

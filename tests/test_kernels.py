@@ -209,6 +209,28 @@ def test_update_rows_of_a_sparse_gradient(columns, device):
 
 
 @devices
+def test_update_rows_in_bf16_round_by_chance(device):
+    """Each weight goes to one of the two numbers beside the exact one, and the mean stays; no gradient, no change."""
+    start = torch.randn(256, 48, device=device).bfloat16()
+    grad = torch.rand(256, 48, device=device).bfloat16() + 0.5
+    grad[::4] = 0
+    index = torch.randperm(256, device=device)
+    numbers = dict(lr=1e-4, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=1.0)
+    found = []
+    bf16 = torch.bfloat16
+    for function, dtype in ((K.update_rows, bf16), (K.update_rows_ref, bf16), (K.update_rows, None)):
+        master = start.to(dtype or torch.float32, copy=True)
+        function(master, grad, torch.zeros(256, device=device), None, index, **numbers)
+        found.append(master.double())
+    got, want, exact = found
+    assert (got != want).double().mean() < 0.01, "kernel and reference differ by what rounding of the sums does"
+    step = torch.exp2(exact.abs().log2().floor() - 7)  # between numbers of 8 bits
+    error = (got - exact) / step
+    assert error.abs().max() < 1.001 and abs(error.mean()) < 4 / len(error.flatten()) ** 0.5
+    assert (got - start.double()).abs().max() > 0 and torch.equal(got[index[::4]], start[index[::4]].double())
+
+
+@devices
 @pytest.mark.parametrize("shape", [(2, 48, 48), (1, 96, 32), (6, 32, 80)])
 def test_polar_express(shape, device):
     """As in float64, where singular vectors stay and singular values over two decades become about 1."""
