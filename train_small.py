@@ -2262,6 +2262,22 @@ class Stopper:
 # -- model, optimizer and warm-up
 
 
+def compiler_choices():
+    """What torch's compiler chooses differently here: how kernels sum rows."""
+    from torch._inductor.choices import InductorChoices
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction) -> bool:
+            # A program that holds a row reads it once. By itself the compiler reads rows twice where
+            # one operand has another shape, as gates have, or where a row has more than 1,024 numbers.
+            size = features.reduction_numel
+            fits = size.is_number and size <= 2048 and features.get_reduction_hint().name in ("INNER", "DEFAULT")
+            return fits or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+    return Choices()
+
+
 def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
     """Model, optimizer and compiled forward, with the weights of config.seed."""
     dtype = choose_dtype(config, ranks.device)
@@ -2273,6 +2289,8 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         # Small kernels that do not depend on each other become one. Each keeps its own block sizes, since
         # kernels with common ones take much longer to compile.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
+        # The cache of compiled code knows this function by its name alone.
+        torch._inductor.config.inductor_choices_class = compiler_choices
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
     # Free memory may differ between GPUs, but all ranks must run the same number of micro-batches.
