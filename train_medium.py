@@ -2368,8 +2368,9 @@ class Stopper:
 
 
 def compiler_choices():
-    """What torch's compiler chooses differently here: how kernels sum rows."""
+    """What torch's compiler chooses differently here: how kernels sum rows, and which kernels are combined."""
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combination
 
     class Choices(InductorChoices):
         @staticmethod
@@ -2380,6 +2381,12 @@ def compiler_choices():
             fits = size.is_number and size <= 2048 and features.get_reduction_hint().name in ("INNER", "DEFAULT")
             return fits or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
+    def small_kernels(scheduler) -> list[list]:
+        # A kernel that moves more than 16 MB gains nothing in a combination, and loses its best block sizes.
+        groups = Combination._default_group_nodes_for_combo_kernels(scheduler)
+        return [[node for node in group if node.get_read_write_buffers_sizes() < 2**24] for group in groups]
+
+    Combination.set_group_algorithm_for_combo_kernels(small_kernels)
     return Choices()
 
 
