@@ -797,6 +797,18 @@ class HeadGates(torch.autograd.Function):
         return g @ weight, g.T @ x
 
 
+class Stored(torch.autograd.Function):
+    """x, which a compiled model then computes once; else each reader would compute it from what x was made of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.as_strided(x.shape, x.stride())  # a view that needs x in memory
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
 class LayerWeights(NamedTuple):
     """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
 
@@ -950,6 +962,8 @@ class GPT(nn.Module):
         weights = weights or self.layer_weights()
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
         inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
+        if inputs.ngram is not None:
+            inputs = inputs._replace(ngram=Stored.apply(inputs.ngram))
         # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
         recompute = c.recompute and torch.is_grad_enabled()
         fp8 = c.fp8 and torch.is_grad_enabled() and not recompute

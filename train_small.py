@@ -702,6 +702,18 @@ class HeadGates(torch.autograd.Function):
         return g @ weight, g.T @ x
 
 
+class Stored(torch.autograd.Function):
+    """x, which a compiled model then computes once; else each reader would compute it from what x was made of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.as_strided(x.shape, x.stride())  # a view that needs x in memory
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
 class LayerWeights(NamedTuple):
     """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
 
@@ -870,6 +882,8 @@ class GPT(nn.Module):
         weights = weights or self.layer_weights()
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
         inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
+        if inputs.ngram is not None:
+            inputs = inputs._replace(ngram=Stored.apply(inputs.ngram))
         fp8 = c.fp8 and torch.is_grad_enabled()
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
