@@ -4208,7 +4208,7 @@ def empty_linear_rotate(a, b, unit, cos, *rest):
 
 @jit
 def norm_rotate_grad_kernel(
-    qkv, rstd, dq, dk, dv, cos, sin, scale, unit, out,
+    qkv, rstd, dq, dk, dv, cos, sin, scale, largest, unit, out,
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -4216,7 +4216,8 @@ def norm_rotate_grad_kernel(
 
     A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
     With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
-    the part of the gradient along y.
+    the part of the gradient along y. Without out, `largest` grows to the largest of these numbers and of the
+    first channel of dv; from that the other call computes unit.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     head = row % H
@@ -4224,7 +4225,16 @@ def norm_rotate_grad_kernel(
     t = n * every
     C = load_rows(cos, t, K, T, K).to(tl.float32)
     S = load_rows(sin, t, K, T, K).to(tl.float32)
-    inverse = 1.0 / tl.load(unit)
+    if out is None:
+        inverse = 1.0
+        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)
+        top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
+    else:
+        # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
+        # the largest number) and fall below by 20.
+        size = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
+        tl.store(unit, size, mask=tl.program_id(0) == 0)
+        inverse = 1.0 / size
     for part in tl.static_range(2):
         gradient = dq if part == 0 else dk
         dy = load_rows(gradient, t * H + head, K, T * H, K).to(tl.float32)
@@ -4238,9 +4248,15 @@ def norm_rotate_grad_kernel(
         other = s * dy - y * along
         factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse
         dx = (dn * C - other * S) * factor[:, None]
-        store_rows(out, dx, (n * 3 + part) * H + head, K, 3 * N * H, K)
+        if out is None:
+            top = tl.maximum(top, tl.max(tl.abs(dx)))
+        else:
+            store_rows(out, dx, (n * 3 + part) * H + head, K, 3 * N * H, K)
     g = load_rows(dv, t * H + head, K, T * H, K).to(tl.float32)
-    store_rows(out, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
+    if out is None:
+        tl.atomic_max(largest, tl.maximum(top, tl.max(tl.abs(g))))
+    else:
+        store_rows(out, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
 
 
 ROTATE_ROWS = 8  # of a program
@@ -4255,21 +4271,16 @@ def norm_rotate_grad(
     tensors = [t.contiguous() for t in (qkv, rstd, dq, dk, dv, cos, sin, scale)]
     T, _, H, K = qkv.shape
 
-    def launch(out: Tensor, unit: Tensor, every: int) -> None:
-        N = len(out)
-        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-        norm_rotate_grad_kernel[grid](*tensors, unit, out, T, N, H, every, K, ROTATE_ROWS)
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
+    largest = torch.zeros((), device=qkv.device)
+    unit = torch.empty_like(largest)
 
     # The scale comes from every 63rd token, odd as documents often begin at multiples of 64, and from one
-    # channel of all values, as sampled tokens may have no gradient. e5m2 has 32 binades: other numbers may
-    # exceed these by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
-    sample = qkv.new_empty(math.ceil(T / 63), 3, H, K)
-    launch(sample, torch.ones((), device=qkv.device), 63)
-    sizes = [torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) for x in (sample, dv[..., 0])]
-    unit = torch.maximum(*sizes).clamp(min=1e-30) * (256 / E5M2_MAX)
-
-    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
-    launch(dqkv, unit, 1)
+    # channel of all values, as sampled tokens may have no gradient.
+    for out, every in ((None, 63), (dqkv, 1)):
+        N = math.ceil(T / every)
+        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
+        norm_rotate_grad_kernel[grid](*tensors, largest, unit, out, T, N, H, every, K, ROTATE_ROWS)
     return dqkv, unit
 
 
