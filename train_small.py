@@ -144,7 +144,7 @@ class Config:
     value_embed_layers: tuple = (1, 2, 8, 10)
     shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
     bigram_rows: int = 1638400  # table of hashed token pairs; 0: off, a tenth saves memory and costs little
-    trigram_ratio: float = 2.5  # rows of a narrower table of token triples, for each bigram row; 0: off
+    trigram_ratio: float = 10.0  # rows of a narrower table of token triples, for each bigram row; 0: off
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read

@@ -341,6 +341,6 @@ def test_compiled_model(config, monkeypatch):
         loss, nats = forward(*pack(random_documents((60, 40, 28))))
         (loss / 128).backward()
         results.append((loss, nats, *(p.grad for p in model.parameters())))
-    tolerance = 1e-2 if config.fp8 else 1e-5  # fp8 may round the other way, 0.002 with AVX2 alone
+    tolerance = 3e-2 if config.fp8 else 1e-5  # fp8 may round the other way: 0.002 to 0.013 by weights and CPU
     for plain, traced in zip(*results, strict=True):
         assert (traced - plain).norm() <= tolerance * plain.norm() + 1e-7

@@ -51,7 +51,7 @@ class Config:  # the defaults are DecoderStack-small
     shared_input_from: int = 8
     backout_layer: int = 7
     bigram_rows: int = 1638400  # 163,840 cost 0.004 bpb on B34, and save 18 GB here (computed)
-    trigram_rows: int = 4096000
+    trigram_rows: int = 16384000
     max_seq_len: int = 2048  # tokens; what is left of a longer document counts as one of its own
     window_short: int = 128  # how many tokens most layers look back
     window_long: int = 2048  # the same for long_layers
