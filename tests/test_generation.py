@@ -54,6 +54,18 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
         assert "\n" not in str(error.value)
 
 
+def test_tables_of_a_gpu_stay_in_bf16_on_a_cpu(bpe, tmp_path):  # noqa: F811
+    """They are most of a model's memory. It computes what it does with the same numbers in fp32."""
+    model, found = random_model(tiny_config(vocab_size=900, dtype="float32")), []
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in ("bigram_embed", "trigram_embed"):
+            setattr(model, name, torch.nn.Parameter(getattr(model, name).detach().to(dtype)))
+        loaded = engine.load_run(write_run(tmp_path / str(dtype), bpe, model=model), device="cpu").model
+        assert loaded.bigram_embed.dtype == loaded.trigram_embed.dtype == dtype and loaded.embed.dtype == torch.float32
+        found.append(logits(loaded, random_documents((30,))[0]))
+    torch.testing.assert_close(*found)
+
+
 # ==== decoding against the forward pass
 
 

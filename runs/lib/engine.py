@@ -118,7 +118,11 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     device = choose_device(device) if device else ranks.device
     try:
         model = script.GPT(config, device, script.choose_dtype(config, device))
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        weights = load_file(folder / "model.safetensors")
+        for name in ("bigram_embed", "trigram_embed"):
+            if name in weights and device.type == "cpu":  # most of the memory; bf16 from a GPU serves here too
+                setattr(model, name, torch.nn.Parameter(weights[name]))
+        model.load_state_dict(weights)
     except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
         raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
     model.attention = script.choose_attention(model, lambda text: None)
