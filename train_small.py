@@ -1240,8 +1240,9 @@ class PackLoader:
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
 # Each rank owns a slice of every large bank (of matrices) and table: fp32 master weights and moments. A step
 # reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with sparse
-# gradients is whole on every rank, and only rows that were looked up are exchanged. And gradients of `late` tables are
-# reduced during the next forward and backward, and their weights gathered while matrices are orthogonalised.
+# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged. And gradients
+# of `late` tables are reduced during the next forward and backward, and their weights gathered while matrices are
+# orthogonalised.
 
 # Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
@@ -1562,7 +1563,7 @@ class Optimizer:
         self.late = []
         for slot in self.slots:
             weights = slot.param.detach().view(slot.shape)
-            # The rows of a large sparse table in bf16 are rounded up or down by chance, so they need no copy in fp32.
+            # The rows of a large sparse table in bf16 are rounded stochastically, so they need no copy in fp32.
             whole = torch.bfloat16 if slot.policy.sparse else torch.float32
             if weights.dtype in (whole, torch.float32) and not slot.sharded:
                 slot.master = weights  # the parameter itself
@@ -1594,7 +1595,7 @@ class Optimizer:
         slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole master weights by parameter name, fp32 but for sparse tables. Every rank must call it."""
+        """The whole master weights by parameter name, fp32 but for sparse tables in bf16. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self, averages: bool = True) -> dict[str, Tensor]:
@@ -1619,7 +1620,7 @@ class Optimizer:
         self.late = []
         for slot in self.slots:
             full = weights[slot.name].to(slot.master.device).view(slot.shape)
-            slot.master.copy_(self.slice(slot, full.float()))
+            slot.master.copy_(self.slice(slot, full))
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 saved = state.get(f"{slot.name}.{name}")
@@ -2291,7 +2292,7 @@ def compiler_choices():
             return fits or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
     def small_kernels(scheduler) -> list[list]:
-        # A kernel that moves more than 16 MB gains nothing in a combination, and loses its best block sizes.
+        # A kernel that moves more than 16 MB gains nothing in a combination, and is not tuned there.
         groups = Combination._default_group_nodes_for_combo_kernels(scheduler)
         return [[node for node in group if node.get_read_write_buffers_sizes() < 2**24] for group in groups]
 
@@ -2310,7 +2311,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         # Small kernels that do not depend on each other become one. Each keeps its own block sizes, since
         # kernels with common ones take much longer to compile.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
-        # The cache of compiled code knows this function by its name alone.
+        # The cache of compiled code knows this function by its name alone: clear it after a change there.
         torch._inductor.config.inductor_choices_class = compiler_choices
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
@@ -3605,7 +3606,7 @@ def update_rows_ref(
 ) -> None:
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
-    Args: master fp32 (R, C), or bf16, which is rounded by chance; grad (R, C), or with index int64 (N,)
+    Args: master fp32 (R, C), or bf16, rounded stochastically; grad (R, C), or with index int64 (N,)
           the gradients (N, C) of these rows, which are summed; second_moment fp32 (R,); param (R, C) or None
     """
     grad = grad.float() * grad_scale
@@ -3624,9 +3625,11 @@ def update_rows_ref(
     if master.dtype == torch.bfloat16:
         # As in the kernel.
         bits = new.view(torch.int32).long() & 0xFFFFFFFF
-        noise = (bits ^ (bits >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
+        noise = bits ^ second_moment[rows].view(torch.int32).long()[:, None]
+        noise = (noise ^ (noise >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
         noise = (noise ^ (noise >> 15)) * 0x735A2D97 & 0xFFFFFFFF
-        new = (bits + (noise >> 16) >> 16 << 16).int().view(torch.float32)
+        rounded = (bits + (noise >> 16) >> 16 << 16).int().view(torch.float32)
+        new = torch.where(new.isnan(), new, rounded)
     master[rows] = new.to(master.dtype)
     if param is not None:
         param[rows] = master[rows].to(param.dtype)
@@ -3673,12 +3676,15 @@ def update_rows_kernel(
         update = g / (tl.sqrt(square / correction) + eps)
         x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
         if master.dtype.element_ty == tl.bfloat16:
-            # Up or down with the probabilities that keep the mean (stochastic rounding, arXiv 2010.06192). The
-            # random bits are a hash of the number itself (lowbias32): every rank and resumed run rounds alike.
+            # Stochastic rounding: up or down with the probabilities that keep the mean (arXiv 2010.06192). The random
+            # bits are hashed, as in splitmix32, from the number and the row's second moment, which changes from step
+            # to step: every rank and resumed run rounds alike.
             bits = x.to(tl.uint32, bitcast=True)
-            noise = (bits ^ (bits >> 16)) * 0x21F0AAAD
+            noise = bits ^ square.to(tl.uint32, bitcast=True)
+            noise = (noise ^ (noise >> 16)) * 0x21F0AAAD
             noise = (noise ^ (noise >> 15)) * 0x735A2D97
-            x = ((bits + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            rounded = ((bits + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            x = tl.where(x == x, rounded, x)  # the bits of a NaN would overflow
         tl.store(master + row * C + column, x, mask=inside)
         if param is not None:
             tl.store(param + row * C + column, x.to(param.dtype.element_ty), mask=inside)
@@ -4109,11 +4115,11 @@ def norm_rotate_grad_kernel(
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
         inverse = 1.0
-        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)
+        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64: at least `every`
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
-        # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
-        # the largest number) and fall below by 20.
+        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
+        # the largest number, 57344) and fall below by 21.
         size = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
         tl.store(unit, size, mask=tl.program_id(0) == 0)
         inverse = 1.0 / size

@@ -59,8 +59,9 @@ def launch_kernels(script, config, dtype) -> None:
     script.sym_mm(square, 0.5, 0.5, 0.5)
     numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay", "grad_scale"), 0.5)
     script.update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), None, **numbers)
-    for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients are their own master
-        script.update_rows(new(16, C), new(16, C), torch.empty(16), None, torch.arange(16), **numbers)
+    for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients, which in bf16 are their own master
+        master, param = (new(16, C), None) if dtype == torch.bfloat16 else (torch.empty(16, C), new(16, C))
+        script.update_rows(master, new(16, C), torch.empty(16), param, torch.arange(16), **numbers)
 
 
 def main() -> None:

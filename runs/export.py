@@ -127,7 +127,7 @@ def layer_scalars(model, layer: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def convert_weights(model) -> dict[str, Tensor]:
-    """The weights by the names of export_model.py, fp32.
+    """The weights by the names of export_model.py, fp32 but for n-gram tables, which have the checkpoint's dtype.
 
     layer_weights() folds scalars into the matrices that they multiply. Padding rows of the vocabulary are dropped.
     """

@@ -76,8 +76,7 @@ TINY = {
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
     "bigram_rows": 500, "trigram_ratio": 2.5, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128,
     "pack_docs": 8, "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
-    "tokens": 20 * 3 * 128,
-    "val_tokens": 1500, "mix_width": 64,
+    "tokens": 20 * 3 * 128, "val_tokens": 1500, "mix_width": 64,
 }  # fmt: skip
 
 
@@ -85,8 +84,7 @@ TINY = {
 TINY_MEDIUM = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
-    "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
-    "tokens": 20 * 3 * 128,
+    "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
     "val_tokens": 1500, "mix_width": 0,
     "muon_lr": 0.023, "adam_lr": 0.006,
 }  # fmt: skip

@@ -55,14 +55,18 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
 
 
 def test_tables_of_a_gpu_stay_in_bf16_on_a_cpu(bpe, tmp_path):  # noqa: F811
-    """They are most of a model's memory. It computes what it does with the same numbers in fp32."""
+    """They are most of a model's memory. It computes what it does with the same numbers in fp32, or all in bf16."""
     model, found = random_model(tiny_config(vocab_size=900, dtype="float32")), []
     for dtype in (torch.bfloat16, torch.float32):
         for name in ("bigram_embed", "trigram_embed"):
             setattr(model, name, torch.nn.Parameter(getattr(model, name).detach().to(dtype)))
-        loaded = engine.load_run(write_run(tmp_path / str(dtype), bpe, model=model), device="cpu").model
+        folder = write_run(tmp_path / str(dtype), bpe, model=model)
+        loaded = engine.load_run(folder, device="cpu").model
         assert loaded.bigram_embed.dtype == loaded.trigram_embed.dtype == dtype and loaded.embed.dtype == torch.float32
         found.append(logits(loaded, random_documents((30,))[0]))
+        narrow = engine.load_run(folder, device="cpu", dtype="bfloat16").model
+        assert narrow.bigram_embed.dtype == torch.bfloat16
+        torch.testing.assert_close(logits(narrow, random_documents((30,))[0]).float(), found[-1], atol=0.5, rtol=0)
     torch.testing.assert_close(*found)
 
 

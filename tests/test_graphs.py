@@ -2,10 +2,15 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 import train_small as ts
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combination
+from torch._inductor.scheduler import SchedulerNode
 
 from conftest import ALONE, tiny_config, train_steps
 
@@ -111,3 +116,17 @@ def test_graphs_gpu(dataset, options):
     assert got == pytest.approx(want, rel=2e-3) and want[-1] < want[0]
     for name, weight in weights.items():
         assert torch.nn.functional.cosine_similarity(same[name].flatten(), weight.flatten(), 0) > 0.99, name
+
+
+def test_compiler_choices(monkeypatch):
+    """What it builds on in torch is there: rows of up to 2,048 numbers are held, only small kernels are combined."""
+    nodes = [SimpleNamespace(get_read_write_buffers_sizes=lambda size=size: size) for size in (100, 2**24)]
+    default = staticmethod(lambda scheduler: [nodes])
+    assert Combination._default_group_nodes_for_combo_kernels and SchedulerNode.get_read_write_buffers_sizes
+    monkeypatch.setattr(Combination, "_default_group_nodes_for_combo_kernels", default)
+    monkeypatch.setattr(Combination, "group_algorithm_for_combo_kernels", default)
+    choices = ts.compiler_choices()
+    assert Combination.group_nodes_for_combo_kernels(None) == [nodes[:1]]
+    for hint in (ReductionHint.INNER, ReductionHint.DEFAULT):
+        features = SimpleNamespace(reduction_numel=sympy.Integer(2048), get_reduction_hint=lambda hint=hint: hint)
+        assert choices.should_use_persistent_reduction(features, False)
