@@ -1518,13 +1518,16 @@ class Optimizer:
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
         """Starts to gather the rows of a sparse gradient; in the same order on all ranks, which so add up the same."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
-        index, rows = own = (grad._indices()[0], grad._values())
-        works = []
-        if self.ranks.world > 1:
-            index, rows = (part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in own)
-            for every, part in zip((index, rows), own, strict=True):
-                works.append(dist.all_gather_into_tensor(every, part, async_op=True))
-        return Pending(slot, rows, index, works, sent=own)
+        own_index, own_rows = grad._indices()[0], grad._values()
+        if self.ranks.world == 1:
+            return Pending(slot, own_rows, own_index)
+        index = own_index.new_empty(self.ranks.world * len(own_index))
+        rows = own_rows.new_empty(len(index), own_rows.size(1))
+        works = (
+            dist.all_gather_into_tensor(index, own_index, async_op=True),
+            dist.all_gather_into_tensor(rows, own_rows, async_op=True),
+        )
+        return Pending(slot, rows, index, works, sent=(own_index, own_rows))
 
     def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
         """Starts to gather the new weights of all ranks, if the slot is sharded."""

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What there is, and a few lines; tutorials count as runs.
 LINES = {
-    "train_small.py": 4225,
-    "train_medium.py": 4345,
+    "train_small.py": 4230,
+    "train_medium.py": 4350,
     "runs/**/*.py": 9410,
     "data/*.py": 3700,
     "records/*.py": 1955,
