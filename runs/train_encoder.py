@@ -88,7 +88,9 @@ class Config:
         return -(-self.vocab_size // 64) * 64
 
     chosen = property(vars)  # what identifies a run
-    num_steps = property(lambda self: self.steps)
+    @property
+    def num_steps(self) -> int:
+        return self.steps
 
     @property
     def step_tokens(self) -> int:

@@ -119,11 +119,10 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     try:
         model = script.GPT(config, device, script.choose_dtype(config, device))
         weights = load_file(folder / "model.safetensors")
-        for name in ("bigram_embed", "trigram_embed"):  # most of the memory; in fp32, bf16 from a GPU serves too
-            table = getattr(model, name, None)
-            if device.type == "cpu" and table is not None and table.dtype == torch.float32 and name in weights:
-                if table.shape == weights[name].shape:
-                    setattr(model, name, torch.nn.Parameter(weights[name]))
+        if device.type == "cpu" and model.embed.dtype == torch.float32:
+            # Most of the memory is n-gram tables. Those of a GPU stay in bf16, mapped from the file.
+            for name in weights.keys() & {"bigram_embed", "trigram_embed"}:
+                setattr(model, name, torch.nn.Parameter(weights[name]))
         model.load_state_dict(weights)
     except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
         raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
