@@ -154,9 +154,9 @@ def test_ablations_fit_the_script():
     found = sweep.read_sweep(ROOT / "dev" / "ablations.toml")
     assert len(found.variants) > 10 and found.flags == ["@runs/b34.args"]
     for flags in list(found.variants.values())[1:]:
-        assert flags[0] == "--set" and len(flags) == 2
-        key, value = ts.parse_override(flags[1])
-        assert getattr(ts.Config(), key) != value
+        assert {*flags[::2]} == {"--set"}
+        for key, value in map(ts.parse_override, flags[1::2]):
+            assert getattr(ts.Config(), key) != value
 
 
 def test_with_the_real_script(tmp_path, dataset_dir, fast_python, monkeypatch):
