@@ -179,7 +179,6 @@ class Config:
     bigram_rows: int = 0  # 163,840 is 5 x 32,768; 0 switches n-gram embeddings off
     trigram_ratio: float = 0.0  # rows of a narrower table of token triples, for each bigram row; 0: off
     x0_injection: bool = True
-    backout: bool = True  # a share of the middle layer's output is subtracted before the head
     mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20; nanochat's is 0.127
@@ -272,10 +271,6 @@ class Config:
     def value_embed_layers(self) -> tuple:
         first = 1 - self.num_layers % 2
         return tuple(range(first, self.num_layers, 2)) if self.value_embeds else ()
-
-    @property
-    def backout_layer(self) -> int:
-        return self.num_layers // 2 if self.backout else -1
 
     @property
     def trigram_rows(self) -> int:
@@ -857,10 +852,8 @@ def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8) -> Tensor:
     return Linear8.apply(x_TK, w_NK, *w8)
 
 
-# The table of learned scalars: a row for each name, a column for each layer, the last row for one
-# number of the whole model. Initial values are in init_weights.
+# The table of learned scalars: a row for each name, a column for each layer. Initial values are in init_weights.
 SCALARS = ("share_x0", "share_ngram")
-BACKOUT = 0.2  # one number of the whole model, in the last row
 
 
 class GPT(nn.Module):
@@ -884,7 +877,7 @@ class GPT(nn.Module):
         self.o_bank = weight(L, D, D)
         self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is (F, D) like up
         self.residual = weight(L, dtype=torch.float32)
-        self.scalars = weight(len(SCALARS) + 1, L, dtype=torch.float32)
+        self.scalars = weight(len(SCALARS), L, dtype=torch.float32)
         if E:
             self.value_embed = weight(E * V, D)
             self.value_gate = weight(E, c.num_heads, c.gate_width)
@@ -897,7 +890,7 @@ class GPT(nn.Module):
             self.trigram_proj = weight(D, min(TRIGRAM_WIDTH, D))
         if c.mix_width:
             self.mix_in = weight(c.mix_width, D)
-            self.mix_out = weight(6, c.mix_width)
+            self.mix_out = weight(4, c.mix_width)
         self.add_buffers(device)
 
     @property
@@ -936,7 +929,6 @@ class GPT(nn.Module):
         self.scalars.zero_()
         self.scalars[0] = torch.linspace(0.20, 0.05, L)  # share_x0
         self.scalars[1] = 0.05  # share_ngram
-        self.scalars[-1, 0] = BACKOUT
         if self.config.bigram_rows:
             self.init_signs()
 
@@ -974,11 +966,11 @@ class GPT(nn.Module):
             matrices = (weights[layer], weights8[layer])
             return self.block(x, layer, *matrices, scalar, inputs, attend, mixed)
 
-        x = backout = inputs.x0
+        x = inputs.x0
         for layer in range(c.num_layers):
             mixed = None
             if c.mix_width and layer == c.num_layers - 1:
-                mixed, more = self.mix(x, backout, inputs.x0)
+                mixed, more = self.mix(x, inputs.x0)
                 x = x + more
             if recompute:
                 x = torch.utils.checkpoint.checkpoint(
@@ -986,11 +978,6 @@ class GPT(nn.Module):
                 )
             else:
                 x = run_block(x, layer, mixed)
-            if layer == c.backout_layer:
-                backout = x
-        # What the middle of the network wrote for itself is not for the head (record 40).
-        if c.backout_layer >= 0:
-            x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
     def block(
@@ -1078,17 +1065,15 @@ class GPT(nn.Module):
             places.append((index_T, (sign_T % SIGN_ROWS).masked_fill(short_T, 0)))
         return places
 
-    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
 
-        Both are sums of input, middle and stream, with factors that each token computes for itself
-        and that start at 0, but for the input in the values (arXiv 2502.12170, record 81).
+        Both are sums of input and stream, with factors that each token computes for itself and that
+        start at 0, but for the input in the values (arXiv 2502.12170, record 81).
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
-        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
-        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
-        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
-        return for_values, for_stream
+        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # four times (T, 1)
+        return w[0] * x0_TD + w[1] * x_TD, w[2] * x0_TD + w[3] * x_TD
 
     def forward(
         self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,

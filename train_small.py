@@ -145,7 +145,6 @@ class Config:
     shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
     bigram_rows: int = 1638400  # table of hashed token pairs; 0: off, a tenth saves memory and costs little
     trigram_ratio: float = 10.0  # rows of a narrower table of token triples, for each bigram row; 0: off
-    backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20
@@ -749,7 +748,6 @@ SCALARS = {
     "scale_down": 1.0,
     "share_ngram": 0.05,
 }
-BACKOUT = 0.5  # one number of the whole model, in the last row
 
 
 class GPT(nn.Module):
@@ -773,7 +771,7 @@ class GPT(nn.Module):
         self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is (F, D) like up
         if c.swiglu:
             self.gate_bank = weight(L, c.mlp_width, D)
-        self.scalars = weight(len(SCALARS) + 1, L, dtype=torch.float32)
+        self.scalars = weight(len(SCALARS), L, dtype=torch.float32)
         if E:
             self.value_embed = weight(E * V, D)
             self.value_gate = weight(E, c.num_heads, c.gate_width)
@@ -786,7 +784,7 @@ class GPT(nn.Module):
             self.trigram_proj = weight(D, min(TRIGRAM_WIDTH, D))
         if c.mix_width:
             self.mix_in = weight(c.mix_width, D)
-            self.mix_out = weight(6, c.mix_width)
+            self.mix_out = weight(4, c.mix_width)
         self.add_buffers(device)
 
     @property
@@ -820,7 +818,6 @@ class GPT(nn.Module):
         self.scalars.zero_()
         for row, value in enumerate(SCALARS.values()):
             self.scalars[row] = value
-        self.scalars[-1, 0] = BACKOUT
         if self.config.bigram_rows:
             self.init_signs()
 
@@ -888,11 +885,11 @@ class GPT(nn.Module):
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
 
-        x = backout = inputs.x0
+        x = inputs.x0
         for layer, (w, w8) in enumerate(zip(weights, weights8, strict=True)):
             mixed = None
             if c.mix_width and layer == c.num_layers - 1:
-                mixed, more = self.mix(x, backout, inputs.x0)
+                mixed, more = self.mix(x, inputs.x0)
                 x = x + more
             if layer not in c.no_attention_layers:
                 if layer <= c.shared_input_from:  # later layers keep reading the same a
@@ -906,11 +903,6 @@ class GPT(nn.Module):
             else:
                 y = mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
             x = times(scalar["resid_mlp"][layer], x) + y
-            if layer == c.backout_layer:
-                backout = x
-        # What the middle layers wrote for later layers is of no use to the head (record 40).
-        if c.backout_layer >= 0:
-            x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
     def attend_layer(self, layer, a_TD, qkv, qkv8, inputs: Inputs, attend, mixed_TD=None) -> Tensor:
@@ -973,17 +965,15 @@ class GPT(nn.Module):
             places.append((index_T, (sign_T % SIGN_ROWS).masked_fill(short_T, 0)))
         return places
 
-    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
 
-        Both are sums of input, middle and stream, with factors that each token computes for itself
-        and that start at 0, but for the input in the values (arXiv 2502.12170, record 81).
+        Both are sums of input and stream, with factors that each token computes for itself and that
+        start at 0, but for the input in the values (arXiv 2502.12170, record 81).
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
-        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
-        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
-        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
-        return for_values, for_stream
+        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # four times (T, 1)
+        return w[0] * x0_TD + w[1] * x_TD, w[2] * x0_TD + w[3] * x_TD
 
     def forward(
         self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,
@@ -2881,7 +2871,7 @@ def model_relations(config: Config) -> dict[str, bool]:
     """Conditions on the shape of this model, each by the error message for where it fails."""
     c = config
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
-    highest = max((*named, c.backout_layer))
+    highest = max(named, default=0)
     without = set(c.no_attention_layers)
     return {
         f"layer {highest} is named, but the last one is {c.num_layers - 1}": highest < c.num_layers,

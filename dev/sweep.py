@@ -1,7 +1,7 @@
 """Variants of a recipe with several seeds each: a small file of lists becomes runs, a table and a picture.
 
     python dev/sweep.py dev/ablations.toml
-    python dev/sweep.py dev/ablations.toml --only backout,fp8 --seeds 0,1,2
+    python dev/sweep.py dev/ablations.toml --only mixing,fp8 --seeds 0,1,2
     python dev/sweep.py rates.toml --out out/rates @runs/b34.args
 
 The file is TOML. Its base is always run. Each variant adds flags to it, and a grid adds every combination of its
@@ -12,7 +12,7 @@ values:
     seeds = [0, 1, 2]
 
     [variants]
-    "no backout" = ["--set", "backout_layer=-1"]
+    "no mixing" = ["--set", "mix_width=0"]
 
     [grid]                           # fields of the Config, or flags
     adam_lr = [0.004, 0.006, 0.008]
@@ -119,7 +119,7 @@ def table_of(text: dict, key: str, path: Path) -> dict:
 
 def words_of(value, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise entry.UserError(f'{what} must be a list of words like ["--set", "backout_layer=-1"], not {value}')
+        raise entry.UserError(f'{what} must be a list of words like ["--set", "mix_width=0"], not {value}')
     return value
 
 

@@ -74,13 +74,13 @@ def nothing_old_is_collected() -> None:
 TINY = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
-    "bigram_rows": 500, "trigram_ratio": 2.5, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128,
+    "bigram_rows": 500, "trigram_ratio": 2.5, "shared_input_from": 1, "pack_tokens": 128,
     "pack_docs": 8, "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
     "tokens": 20 * 3 * 128, "val_tokens": 1500, "mix_width": 64,
 }  # fmt: skip
 
 
-# Layers 1 and 3 have the long window and value embeddings; layer 2's output is subtracted at the end.
+# Layers 1 and 3 have the long window and value embeddings.
 TINY_MEDIUM = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
@@ -490,7 +490,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
 SHAPE = dict(
     swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
     value_embed_layers=(), key_offset_layers=(), no_attention_layers=(), long_layers=(), shared_input_from=99,
-    backout_layer=-1, mix_width=0,
+    mix_width=0,
 )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
     """One sentence, exit code not 0, and no file, not even a part of one."""
     default = write_run(tmp_path / "default", bpe)
     gpt4 = write_run(tmp_path / "gpt4", bpe, config=portable_config(vocab_size=900, dtype="float32"))
-    half = write_run(tmp_path / "half", bpe, config=portable_config(vocab_size=900, dtype="float32", backout_layer=2))
+    half = write_run(tmp_path / "half", bpe, config=portable_config(vocab_size=900, dtype="float32", mix_width=8))
     full = tmp_path / "full.gguf"
     full.write_text("mine")
     new = tmp_path / "new"
@@ -129,8 +129,8 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
 
     fails(default, "--gguf", new, "(it has swiglu=False); train with @runs/portable.args on a dataset of")
     fails(gpt4, "--gguf", new, "does not know the split pattern")
-    fails(half, "--gguf", new, "backout_layer=2")
-    fails(half, "--out", new, "backout_layer=2")
+    fails(half, "--gguf", new, "mix_width=8")
+    fails(half, "--out", new, "mix_width=8")
     fails(run_dir, "--gguf", full, "exists")
     (tmp_path / "model.safetensors").touch()
     fails(tmp_path, "--gguf", new, "merge adapters into the model first")

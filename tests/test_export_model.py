@@ -19,7 +19,7 @@ from conftest import export_run, tiny_config, tiny_medium, write_run
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),
-         "key_offset_layers": (), "backout_layer": -1, "mix_width": 0, "shared_input_from": 3}  # fmt: skip
+         "key_offset_layers": (), "mix_width": 0, "shared_input_from": 3}  # fmt: skip
 KINDS = {
     "small": lambda: tiny_config(**SIZES),
     "medium": lambda: tiny_medium(**SIZES),

@@ -106,7 +106,7 @@ def test_graphs_gpu(dataset, options):
     """As the same steps without graphs but for the order of sums."""
     config = ts.Config(
         num_layers=4, width=256, mlp_width=1024, no_attention_layers=(), long_layers=(3,), key_offset_layers=(3,),
-        value_embed_layers=(1,), shared_input_from=3, backout_layer=-1, bigram_rows=4096, pack_tokens=1024,
+        value_embed_layers=(1,), shared_input_from=3, bigram_rows=4096, pack_tokens=1024,
         max_seq_len=512, window_long=512, stages=((0.5, 4, 1.0), (0.5, 2, 1.2)), micro_batch_tokens=1024,
         vocab_size=dataset.tokenizer.vocab_size, max_epochs=1000, **options)  # fmt: skip
     config = dataclasses.replace(config, tokens=round(12 * config.step_tokens))

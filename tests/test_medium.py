@@ -38,7 +38,7 @@ def test_sizes():
     assert 1.38e9 < sum(sizes.values()) < 1.39e9
     assert tm.matmul_weights(config) == 24 * 12 * D * D + V * D == 729_808_896
     assert config.long_layers == (3, 7, 11, 15, 19, 23) == config.key_offset_layers
-    assert config.value_embed_layers == tuple(range(1, 24, 2)) and config.backout_layer == 12
+    assert config.value_embed_layers == tuple(range(1, 24, 2))
     other = tm.Config(num_layers=5, window_pattern="SL")
     assert other.width == 384 and other.long_layers == (1, 3, 4) and other.value_embed_layers == (0, 2, 4)
 

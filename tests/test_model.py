@@ -21,7 +21,6 @@ TECHNIQUES = {
     "bigram": ({"trigram_ratio": 0.0}, {"bigram_rows": 0}),
     "trigram": ({}, {"trigram_ratio": 0.0}),
     "shared_input": ({}, {"shared_input_from": 3}),
-    "backout": ({}, {"backout_layer": -1}),
     "mix": ({}, {"mix_width": 0}),
     "attention_everywhere": ({"no_attention_layers": ()}, {}),
     "long_layers": ({}, {"long_layers": ()}),
@@ -36,8 +35,7 @@ MEDIUM = {
     "value_embed": ({}, {"value_embeds": False}),
     "bigram": ({"bigram_rows": 500}, {}),
     "trigram": ({"bigram_rows": 500, "trigram_ratio": 2.5}, {"bigram_rows": 500}),
-    "x0_injection": ({}, {"x0_injection": False}),
-    "backout": ({}, {"backout": False}),
+    "x0_injection": ({"bigram_rows": 500}, {"bigram_rows": 500, "x0_injection": False}),
     "mix": ({"mix_width": 64}, {}),
     "window_pattern": ({}, {"window_pattern": "S"}),
     "tied": ({"tied": True}, {}),
@@ -227,11 +225,10 @@ def test_every_parameter_gets_a_gradient(config):
         if name not in ("scalars", "embed", "value_embed", "bigram_embed", "trigram_embed"):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
             assert (parts.abs().amax(1) > 0).all(), name
-    with_attention = [True, True, False, True]  # layer 2 has none, the last row holds the scalar of the whole model
+    with_attention = [True, True, False, True]  # layer 2 has none
     rows = [with_attention, [True] * 4, with_attention, with_attention, [True] * 4, [True] * 4]
-    rows.append([True, False, False, False])
     if config is CONFIGS["medium"]:  # no bigram embedding
-        rows = [[True] * 4, [False] * 4, [True, False, False, False]]
+        rows = [[True] * 4, [False] * 4]
     assert (model.scalars.grad != 0).tolist() == rows
     for name in {"embed", "value_embed", "bigram_embed", "trigram_embed"} & dict(model.named_parameters()).keys():
         assert (model.get_parameter(name).grad != 0).any(), name
@@ -285,9 +282,9 @@ def test_initial_weights():
     assert not torch.equal(a["embed"], c["embed"])
     assert a["mlp_bank"][1::2].abs().max() == 0 and all(p.isfinite().all() for p in a.values())
     assert abs(a["vo_bank"].std() * 64**0.5 - 0.5) < 0.02 and a["vo_bank"].abs().max() < 0.5 * (3 / 64) ** 0.5 + 1e-6
-    # Residual before attention and MLP; V, O, down; share of bigram; backout for the whole model.
+    # Residual before attention and MLP; V, O, down; share of bigram.
     by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.05])[:, None].expand(6, 4)
-    torch.testing.assert_close(a["scalars"], torch.cat((by_hand, torch.tensor([[0.5, 0.0, 0.0, 0.0]]))))
+    torch.testing.assert_close(a["scalars"], by_hand)
 
 
 @pytest.mark.parametrize(

@@ -220,8 +220,8 @@ def test_optimizer_step_applies_the_table(config, rows, down):
 
 @pytest.mark.parametrize("scale", (1.0, 8.0), ids=("bf16", "fp16"))
 def test_a_parameter_that_nothing_uses(scale):
-    """The medium model without input, bigrams and backout in its layers has no use for its table of scalars."""
-    config = tiny_medium(x0_injection=False, backout=False, bigram_rows=0)
+    """The medium model without input and bigrams in its layers has no use for its table of scalars."""
+    config = tiny_medium(x0_injection=False, bigram_rows=0)
     model = random_model(config)
     optimizer = script(config).build_optimizer(model, config)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -28,7 +28,7 @@ run_dir.mkdir(parents=True)
 if sets.get("lr") == "9":
     sys.exit("error: the loss became nan")
 time.sleep(float(sets.get("wait", 0)))
-bpb = 1.2 + 0.001 * seed + float(sets.get("lr", 0)) + (0.01 * seed**2 if "backout_layer" in sets else 0)
+bpb = 1.2 + 0.001 * seed + float(sets.get("lr", 0)) + (0.01 * seed**2 if "mix_width" in sets else 0)
 steps = [{"step": i + 1, "loss": 1.0, "step_ms": 900.0 if i == 0 else 50.0 + seed} for i in range(5)]
 (run_dir / "log.jsonl").write_text("\\n".join(map(json.dumps, [*steps, {"step": 5, "val_bpb": bpb}])))
 (run_dir / "result.json").write_text(json.dumps({"val_bpb": bpb}))
@@ -38,7 +38,7 @@ script = "{script}"
 flags = ["--tokens", "100"]
 seeds = [0, 1, 2]
 [variants]
-"no backout" = ["--set", "backout_layer=-1"]
+"no mixing" = ["--set", "mix_width=0"]
 broken = ["--set", "lr=9"]
 [grid]
 lr = [0.1, 0.2]
@@ -69,9 +69,9 @@ def test_runs_table_and_picture(files, tmp_path, capsys):
     low, high = test.confidence_interval(0.95)
     difference = sum(other) / 3 - sum(base) / 3
     assert row(table, "base") == ["base", "3", "1.20100", "0.00100", "", "", "", "51.00"]
-    assert row(table, "no backout")[4:7] == [f"{difference:+.5f}", f"{low:+.5f} to {high:+.5f}", f"{test.pvalue:.2g}"]
+    assert row(table, "no mixing")[4:7] == [f"{difference:+.5f}", f"{low:+.5f} to {high:+.5f}", f"{test.pvalue:.2g}"]
     assert row(table, "lr=0.1 wide=1")[2:5] == ["1.30100", "0.00100", "+0.10000"]
-    assert "(3 failed: error: the loss became nan)" in table and table.index("base") < table.index("no backout")
+    assert "(3 failed: error: the loss became nan)" in table and table.index("base") < table.index("no mixing")
     picture = matplotlib.image.imread(tmp_path / "out" / "sweep.png")
     assert picture.shape[1] > 800 and picture.std() > 0.02
     used = {path.read_text() for path in (tmp_path / "out").glob("*/gpu")}

@@ -7,8 +7,7 @@ has beyond that, each switched on or off by the configuration:
     value embeddings  tables that add to the values, through a gate for each head
     n-grams           embeddings of the last two and three tokens, found by a hash
     injection         the embeddings are added to the residual stream again in each layer
-    backout           a share of a middle layer's output is subtracted at the end
-    mix               the last layer's values and stream get sums of input, middle and stream
+    mix               the last layer's values and stream get sums of input and stream
 
 Letters in shape comments: B rows, T new tokens, S all tokens that a cache holds with the new ones,
 D width, H heads, K head width, V vocabulary.
@@ -65,7 +64,6 @@ class DecoderStackConfig(PretrainedConfig):
     x0_injection: bool = True
     bigram_rows: int = 0  # 0: no n-gram embeddings
     trigram_rows: int = 0
-    backout_layer: int = -1  # -1: no backout
     mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
 
     # Logits are C tanh(logit_scale (z + logit_bias) / C) + C, where C is final_logit_softcapping.
@@ -247,19 +245,17 @@ class DecoderStackMLP(nn.Module):
 
 
 class Mix(nn.Module):
-    """Two sums of input, middle and stream, with weights that each token computes for itself."""
+    """Two sums of input and stream, with weights that each token computes for itself."""
 
     def __init__(self, config: DecoderStackConfig):
         super().__init__()
         self.in_proj = nn.Linear(config.hidden_size, config.mix_width, bias=False)
-        self.out_proj = nn.Linear(config.mix_width, 6, bias=False)
+        self.out_proj = nn.Linear(config.mix_width, 4, bias=False)
 
-    def forward(self, x: Tensor, middle: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
         """All (B, T, D)."""
         w = self.out_proj(F.gelu(self.in_proj(norm(x)))).split(1, -1)
-        for_values = w[0] * x0 + w[1] * middle + w[2] * x
-        for_stream = w[3] * x0 + w[4] * middle + w[5] * x
-        return for_values, for_stream
+        return w[0] * x0 + w[1] * x, w[2] * x0 + w[3] * x
 
 
 class DecoderStackLayer(GradientCheckpointingLayer):
@@ -332,8 +328,6 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.ngram = NgramEmbedding(config) if config.bigram_rows else None
-        start = {"backout": 0.0} if config.backout_layer >= 0 else {}
-        self.scalars = make_scalars(start)
         self.mix = Mix(config) if config.mix_width else None
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderStackLayer(config, layer) for layer in layers)
@@ -369,7 +363,6 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
 
         x = x0
         shared_input = None
-        middle = None
         states = []
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -378,16 +371,12 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
                 states.append(x)
             mixed = None
             if self.mix is not None and index == len(self.layers) - 1:
-                mixed, more = self.mix(x, x0 if middle is None else middle, x0)
+                mixed, more = self.mix(x, x0)
                 x = x + more
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
             x = layer(x, shared_input, injected, ngram, mixed, context, past_key_values=past_key_values)
-            if index == self.config.backout_layer:
-                middle = x
-        if middle is not None:
-            x = x - times(self.scalars.backout, middle)
         hidden = norm(x)
         states = (*states, hidden) if output_hidden_states else None
         return BaseModelOutputWithPast(hidden, past_key_values if use_cache else None, states)
