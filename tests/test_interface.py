@@ -85,12 +85,12 @@ MEDIUM_LOSSES = """
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(lr_floor=0.15, adam_eps=1e-4), SMALL_LOSSES, 2.9077138), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3635081)),
+    ((tiny_config(lr_floor=0.15), SMALL_LOSSES, 2.9077138), (tiny_medium(), MEDIUM_LOSSES, 1.3635081)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
     """Losses of the tiny run and its bits per byte, within rounding."""
-    config = dataclasses.replace(config, attention="sdpa", dtype="float32")
+    config = dataclasses.replace(config, attention="sdpa", dtype="float32", adam_eps=1e-4)
     module = script(config)
     state = module.build_state(config, ALONE, lambda text: None)
     state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
