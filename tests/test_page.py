@@ -213,7 +213,7 @@ def test_a_base_model_continues_the_text(writer, pages, browse):
     page.get_by_role("button", name="Continue").click()
     page.wait_for_selector("text=/^\\d+ tokens, /")
     (new,) = expected(writer, [[tok.bos_id, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
-    assert box.input_value() == "the rest of" + new
+    assert box.input_value() == "the rest of" + new.replace("\r", "\n")  # as browsers do
     page.get_by_role("button", name="Undo").click()
     until(lambda: box.input_value() == "the rest of")
 
