@@ -124,7 +124,8 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     flags = ""
     for name in args_files[:1]:
-        commit = first["file"]["commit"]
+        # In a changed working tree, the args file may have been committed after the runs.
+        commit = "HEAD" if first["file"]["machine"]["git_dirty"] else first["file"]["commit"]
         flags = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
         if flags is None:
             raise entry.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")

@@ -91,15 +91,16 @@ def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> N
     for axes, (title, (rows, quotes)) in zip(all_axes, panels.items(), strict=True):
         ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X", "0.3") for q in quotes]
         for i, row in enumerate(rows):
-            # By tokens, as seeds may be validated at different steps.
+            # By tokens, as seeds may be validated at different steps, or only at the end.
             validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
+            validated = [found for found in validated if len(found) > 1] or validated
             tokens = sorted(set.intersection(*map(set, validated)))
             seconds, bpb = (np.array([[found[n][x] for n in tokens] for found in validated]) for x in (1, 3))
-            x, y = seconds.mean(0), bpb.mean(0)
-            axes.plot(x, y, color=f"C{i}", lw=2)
-            axes.fill_between(x, bpb.min(0), bpb.max(0), color=f"C{i}", alpha=0.3, lw=0)
-            axes.vlines(x[-1], bpb[:, -1].min(), bpb[:, -1].max(), color=f"C{i}", alpha=0.3, lw=5)
-            ends.append((x[-1], y[-1], row.name, row.device, "o", f"C{i}"))
+            axes.plot(seconds.mean(0), bpb.mean(0), color=f"C{i}", lw=2)
+            axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=f"C{i}", alpha=0.3, lw=0)
+            x, y, last = row.mean("train_seconds"), row.mean("val_bpb"), row.values("val_bpb")
+            axes.vlines(x, min(last), max(last), color=f"C{i}", alpha=0.3, lw=5)
+            ends.append((x, y, row.name, row.device, "o", f"C{i}"))
         for x, y, name, device, marker, color in ends:
             axes.plot(x, y, marker, color=color, ms=9)
             text = f"{name}\n{y:.4f} in {x:.1f} s, {device.removeprefix('NVIDIA ').split()[0]}"
