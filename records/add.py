@@ -1,6 +1,6 @@
 """Writes an entry to baselines/ from finished runs that differ in their seed only.
 
-    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-26_trigrams \\
+    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-26_p34-h100 \\
         --hypothesis "..." --change "..." --dropped "..."
 
 Nothing is written unless the entry verifies and the script reproduces the Config of the runs from their flags. The text

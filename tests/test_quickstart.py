@@ -423,7 +423,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
-    r"records/\S+ .*(2026-11-2\d_(first-[bp]34|trigrams)|--help)": "needs runs on that card; tutorial 3 has others",
+    r"records/\S+ .*(2026-11-2\d_(first-[bp]34|p34-h100)|--help)": "needs runs on that card; tutorial 3 has others",
     r"--seed \d --run-dir out/a_\d$": "done by tutorial 3",
     r"train_00\.jsonl\.zst|shards/c340?|--data DIR ": "needs files that are not published, or the network",
     r"data/pairs\.py|_encoder\.py|export\.py out/embed": "test_encoder.py makes pairs, trains and exports an encoder",
