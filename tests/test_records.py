@@ -67,10 +67,12 @@ def repo(tmp_path_factory):
     (repo / "baselines").mkdir()
     shutil.copy(ROOT / "train_small.py", repo)
     shutil.copytree(ROOT / "records", repo / "records", ignore=shutil.ignore_patterns("__pycache__"))
-    (repo / "runs" / "tiny.args").write_text(f"# a tiny model\n--tokens 4608 {' '.join(sets(TINY))}  # 12 steps\n")
+    args = repo / "runs" / "tiny.args"
+    args.write_text("--tokens 9216\n")
     git(repo, "init", "-q")
     git(repo, "add", ".")
-    git(repo, "commit", "-qm", "tiny")
+    git(repo, "commit", "-qm", "before the runs")
+    args.write_text(f"# a tiny model\n--tokens 4608 {' '.join(sets(TINY))}  # 12 steps\n")
     data = write_dataset(repo / "data" / "tiny")
     write_dataset(repo / "data" / "other", val_words=(40, 1, 0, 100, 9, 60, 4))
     script, tiny, logs = repo / "train_small.py", "@runs/tiny.args", ("--log-every", 3, "--eval-every", 6)
@@ -81,6 +83,7 @@ def repo(tmp_path_factory):
     for seed in SEEDS:
         train(script, tiny, f"--data={data}", "--run-dir", f"out/b_{seed}", f"--seed={seed}", *logs)
     script.write_text(before)
+    git(repo, "commit", "-qam", "tiny")  # an args file may be committed after its runs
     for run_dir in (repo / "out").iterdir():
         fix_day(run_dir)
     return repo

@@ -100,11 +100,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), -1)
 
 
-def make_scalars(start: dict[str, float]) -> nn.ParameterDict:
-    """Learned numbers, kept in fp32 whatever the dtype of the model."""
-    return nn.ParameterDict({name: torch.tensor([value], dtype=torch.float32) for name, value in start.items()})
-
-
 class Gate(nn.Module):
     """One number between 0 and 1 for each output, from the first channels of x: (..., outputs)."""
 
@@ -269,7 +264,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             self.self_attn = DecoderStackAttention(config, layer)
         self.mlp = DecoderStackMLP(config)
 
-        # Factors of the residual stream, and how much of the embeddings is added to it.
+        # Factors of the residual stream, and how much of the embeddings is added to it: in fp32 whatever the model has.
         start = {}
         if self.self_attn is not None:
             start["resid_attn"] = 1.0
@@ -279,7 +274,8 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             start["share_x0"] = 0.0
         if config.bigram_rows:
             start["share_ngram"] = 0.05
-        self.scalars = make_scalars(start)
+        scalars = {name: torch.tensor([value], dtype=torch.float32) for name, value in start.items()}
+        self.scalars = nn.ParameterDict(scalars)
 
     def forward(self, x, shared_input, x0, ngram, mixed, context, past_key_values=None) -> Tensor:
         """The residual stream x (B, T, D) after this layer.
