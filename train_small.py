@@ -2780,12 +2780,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
     digest = hashlib.sha256()
     buffer = torch.empty(2**26, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
+        # One sync after another, or the disk would not begin before the end.
+        synced = pool.submit(os.fsync, file.fileno())
 
         def write(content) -> None:
-            hashed = hasher.submit(digest.update, content)
+            nonlocal synced
+            hashed = pool.submit(digest.update, content)
             file.write(content)
             hashed.result()
+            if synced.done():
+                synced.result()  # raises, if the disk is full
+                synced = pool.submit(os.fsync, file.fileno())
 
         write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -2793,6 +2799,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
                 buffer[: len(piece)].copy_(piece)
                 write(buffer[: len(piece)].numpy())
         file.flush()
+        synced.result()
         os.fsync(file.fileno())
     return digest.hexdigest()
 

@@ -67,7 +67,9 @@ def optimum(group: pandas.DataFrame) -> dict:
     lowest = float(group.val_bpb.min())
     found = {"flops": flops, "curve": curve.tolist(), "val_bpb": lowest, "weights": None, "tokens": None}
     best = math.exp(-curve[1] / (2 * curve[0])) if curve[0] > 0 else 0.0  # else it opens downward
-    if group.weights.min() < best < group.weights.max():
+    smallest, largest = group.weights.min(), group.weights.max()
+    best_run = group.weights[group.val_bpb.idxmin()]  # at an end, a minimum of the parabola says nothing
+    if smallest < best < largest and smallest < best_run < largest:
         lowest = float(np.polyval(curve, math.log(best)))
         found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
     return found
