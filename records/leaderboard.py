@@ -23,7 +23,7 @@ SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the reco
 
 
 def in_order() -> list[dict]:
-    """All entries by day; on the same day, each after the one it is compared with."""
+    """All entries by day; on the same day, each after the one it is compared with, else the best first."""
     records = {}
     for folder in entry.folders():
         records[folder.name] = {**entry.read_record(folder), "name": folder.name}
@@ -31,7 +31,7 @@ def in_order() -> list[dict]:
     def depth(name: str | None) -> int:
         return 1 + depth(records[name]["against"]) if name in records else 0
 
-    return sorted(records.values(), key=lambda r: (day(r), depth(r["against"]), r["name"]))
+    return sorted(records.values(), key=lambda r: (day(r), depth(r["against"]), fmean(values(r, "val_bpb"))))
 
 
 def day(record: dict) -> str:
@@ -89,8 +89,7 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
             else:
                 standing = f"record {count + 1}, p {entry.p_text(test['p'])}"
         if standing.startswith("record"):
-            best = record
-            count += 1
+            best, count = record, count + 1
         ranked.append((record, standing))
 
     def mean(pair: tuple[dict, str]) -> float:
@@ -155,7 +154,7 @@ def open_tracks(found: dict, on: dict[str, list[str]]) -> str:
     if not lines:
         return "Every track has an entry."
     table = entry.table(["tracks", "makes the dataset", "trains"], lines, 3)
-    return f"### Tracks without an entry\n\nUnmeasured: their limits are open until three seeds have run.\n\n{table}"
+    return f"### Tracks without an entry\n\nTheir limits are open until three seeds have run.\n\n{table}"
 
 
 def board_of(track_name: str) -> str:

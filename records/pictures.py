@@ -7,6 +7,8 @@ from statistics import fmean
 import entry
 import numpy as np
 
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}  # the same in all pictures
+
 
 @dataclass
 class Row:
@@ -57,7 +59,7 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     figure, panels = new_figure(2, (12, 4.8))
     heights = []
     for i, row in enumerate(rows):
-        style = {"color": f"C{i % 10}", "ms": 4}
+        style = {"color": COLORS.get(row.name, f"C{i % 10}"), "ms": 4}
         best = row.mean("val_bpb")
         name = f"{row.name}, {row.num_devices} x {row.device}" + (f": {best:.4f}" if best else "")
         panels[0].plot([], [], marker="o", label=name, **style)
@@ -89,19 +91,21 @@ def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> N
     """
     figure, all_axes = new_figure(len(panels), (3 + 4.5 * len(panels), 4.2))  # small, so that letters are large
     for axes, (title, (rows, quotes)) in zip(all_axes, panels.items(), strict=True):
-        ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X", "0.3") for q in quotes]
-        for i, row in enumerate(rows):
+        ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X") for q in quotes]
+        for row in rows:
             # By tokens, as seeds may be validated at different steps, or only at the end.
             validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
             validated = [found for found in validated if len(found) > 1] or validated
             tokens = sorted(set.intersection(*map(set, validated)))
             seconds, bpb = (np.array([[found[n][x] for n in tokens] for found in validated]) for x in (1, 3))
-            axes.plot(seconds.mean(0), bpb.mean(0), color=f"C{i}", lw=2)
-            axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=f"C{i}", alpha=0.3, lw=0)
+            color = COLORS.get(row.name, "0.3")
+            axes.plot(seconds.mean(0), bpb.mean(0), color=color, lw=2)
+            axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=color, alpha=0.3, lw=0)
             x, y, last = row.mean("train_seconds"), row.mean("val_bpb"), row.values("val_bpb")
-            axes.vlines(x, min(last), max(last), color=f"C{i}", alpha=0.3, lw=5)
-            ends.append((x, y, row.name, row.device, "o", f"C{i}"))
-        for x, y, name, device, marker, color in ends:
+            axes.vlines(x, min(last), max(last), color=color, alpha=0.3, lw=5)
+            ends.append((x, y, row.name, row.device, "o"))
+        for x, y, name, device, marker in ends:
+            color = COLORS.get(name, "0.3")
             axes.plot(x, y, marker, color=color, ms=9)
             text = f"{name}\n{y:.4f} in {x:.1f} s, {device.removeprefix('NVIDIA ').split()[0]}"
             behind = {"color": "white", "alpha": 0.7, "pad": 1}
