@@ -2898,7 +2898,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     buffer = torch.empty(2**26, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
-        # One sync after another, or the disk would not begin before the end.
+        # The disk is busy from the start: one long sync at the end would add its time.
         synced = pool.submit(os.fsync, file.fileno())
 
         def write(content) -> None:

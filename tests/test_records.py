@@ -736,6 +736,14 @@ RULE_6 = [  # who is named, on which day, in how many seconds, and the standing
 ]
 
 
+def test_the_best_of_a_day_comes_first(monkeypatch):
+    rows = {"2026-12-01_a": (1.3, None), "2026-12-01_b": (1.1, None), "2026-12-01_c": (1.0, "2026-12-01_b")}
+    found = {name: made_up((bpb,), (9,)) | {"against": against} for name, (bpb, against) in rows.items()}
+    monkeypatch.setattr(leaderboard.entry, "folders", lambda: map(Path, found))
+    monkeypatch.setattr(leaderboard.entry, "read_record", lambda folder: found[folder.name])
+    assert [record["name"][-1] for record in leaderboard.in_order()] == ["b", "a", "c"]
+
+
 @pytest.mark.parametrize(("against", "day", "seconds", "standing"), RULE_6)
 def test_a_small_gain_counts_beside_a_rerun_only(against, day, seconds, standing):
     """Under 5 % the record before must have run on that day too, and the new one must name that run."""

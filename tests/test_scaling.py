@@ -34,8 +34,10 @@ def fake_run(folder: Path, width: int, flops: float) -> None:
     (run_dir / "result.json").write_text(json.dumps(result))
 
 
-def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
-    return python(ROOT / "runs/lib/scaling_plot.py", folder, cwd=folder.parent)
+def scaling_plot(folder: Path) -> tuple[str, dict]:
+    done = python(ROOT / "runs/lib/scaling_plot.py", folder, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
 
 
 def test_exponents_of_a_known_law(tmp_path):
@@ -43,9 +45,7 @@ def test_exponents_of_a_known_law(tmp_path):
     for flops in np.geomspace(1e18, 1e20, 5):
         for width in range(384, 2433, 256):
             fake_run(tmp_path / "laws", width, flops)
-    done = scaling_plot(tmp_path / "laws")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    _, result = scaling_plot(tmp_path / "laws")
     assert result["runs"] == 45 and len(result["budgets"]) == 5
     assert result["weights"]["exponent"] == pytest.approx(BETA / (ALPHA + BETA), abs=0.04)
     assert result["tokens"]["exponent"] == pytest.approx(ALPHA / (ALPHA + BETA), abs=0.04)
@@ -61,14 +61,13 @@ def test_exponents_of_a_known_law(tmp_path):
 
 
 def test_no_minimum_inside(tmp_path):
-    """Sizes that are all too small for a budget give no best one, and say so; two budgets have no error bar."""
-    for flops in (1e20, 2e20):
-        for width in (256, 384, 512):
+    """Sizes that are all too small or too large give no best one, also where a parabola turns inside (1e16)."""
+    for flops, widths in ((1e16, (256, 1024, 2048)), (1e20, (256, 384, 512)), (2e20, (256, 384, 512))):
+        for width in widths:
             fake_run(tmp_path / "laws", width, flops)
-    done = scaling_plot(tmp_path / "laws")
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert [found["weights"] for found in result["budgets"]] == [None, None] and result["weights"] is None
-    assert done.stdout.count("no minimum between") == 2 and "weights: too few points" in done.stdout
+    printed, result = scaling_plot(tmp_path / "laws")
+    assert [found["weights"] for found in result["budgets"]] == [None, None, None] and result["weights"] is None
+    assert printed.count("no minimum between") == 3 and "weights: too few points" in printed
 
 
 @pytest.fixture
