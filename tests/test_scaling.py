@@ -47,13 +47,13 @@ def test_exponents_of_a_known_law(tmp_path):
             fake_run(tmp_path / "laws", width, flops)
     _, result = scaling_plot(tmp_path / "laws")
     assert result["runs"] == 45 and len(result["budgets"]) == 5
-    assert result["weights"]["exponent"] == pytest.approx(BETA / (ALPHA + BETA), abs=0.04)
-    assert result["tokens"]["exponent"] == pytest.approx(ALPHA / (ALPHA + BETA), abs=0.04)
-    assert result["bpb"]["exponent"] == pytest.approx(ALPHA * BETA / (ALPHA + BETA), abs=0.03)
-    assert result["bpb"]["floor"] == pytest.approx(FLOOR, abs=0.05)
+    assert result["weights"]["exponent"] == pytest.approx(BETA / (ALPHA + BETA), abs=0.004)
+    assert result["tokens"]["exponent"] == pytest.approx(ALPHA / (ALPHA + BETA), abs=0.004)
+    assert result["bpb"]["exponent"] == pytest.approx(ALPHA * BETA / (ALPHA + BETA), abs=0.003)
+    assert result["bpb"]["floor"] == pytest.approx(FLOOR, abs=0.005)
     for found in result["budgets"]:
         best = (found["flops"] / 6) ** (BETA / (ALPHA + BETA)) * (A * ALPHA / B / BETA) ** (1 / (ALPHA + BETA))
-        assert found["weights"] == pytest.approx(best, rel=0.2)
+        assert found["weights"] == pytest.approx(best, rel=0.02)
     with (tmp_path / "laws/results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 45 and float(rows[0]["flops"]) == pytest.approx(1e18) and float(rows[0]["core"]) == 0.25
