@@ -89,7 +89,8 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
             else:
                 standing = f"record {count + 1}, p {entry.p_text(test['p'])}"
         if standing.startswith("record"):
-            best, count = record, count + 1
+            best = record
+            count += 1
         ranked.append((record, standing))
 
     def mean(pair: tuple[dict, str]) -> float:

@@ -1,6 +1,7 @@
 """Scripts of the medium model: fits of scaling series on a known law, a tiny real series, the steps of the speedrun."""
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ def fake_run(folder: Path, width: int, flops: float) -> None:
     layers = width // 64
     weights = layers * 12 * width**2 + 32768 * width
     tokens = flops / 6 / weights
-    run_dir = folder / f"run_{flops:.1e}_{width}"
+    run_dir = folder / f"run_{flops}_{width}"
     run_dir.mkdir(parents=True)
     config = {"num_layers": layers, "width": width, "mlp_width": 4 * width, "vocab_size": 32759}
     (run_dir / "config.json").write_text(json.dumps({"config": config, "machine": {"num_devices": 8}}))
@@ -41,12 +42,11 @@ def scaling_plot(folder: Path) -> tuple[str, dict]:
 
 
 def test_exponents_of_a_known_law(tmp_path):
-    """Five budgets of nine sizes."""
-    for flops in np.geomspace(1e18, 1e20, 5):
-        for width in range(384, 2433, 256):
-            fake_run(tmp_path / "laws", width, flops)
+    """Five budgets of nine sizes, three runs of each."""
+    for flops, width, more in itertools.product(np.geomspace(1e18, 1e20, 5), range(384, 2433, 256), (1, 1.001, 1.002)):
+        fake_run(tmp_path / "laws", width, flops * more)
     _, result = scaling_plot(tmp_path / "laws")
-    assert result["runs"] == 45 and len(result["budgets"]) == 5
+    assert result["runs"] == 135 and len(result["budgets"]) == 5
     assert result["weights"]["exponent"] == pytest.approx(BETA / (ALPHA + BETA), abs=0.004)
     assert result["tokens"]["exponent"] == pytest.approx(ALPHA / (ALPHA + BETA), abs=0.004)
     assert result["bpb"]["exponent"] == pytest.approx(ALPHA * BETA / (ALPHA + BETA), abs=0.003)
@@ -56,7 +56,7 @@ def test_exponents_of_a_known_law(tmp_path):
         assert found["weights"] == pytest.approx(best, rel=0.02)
     with (tmp_path / "laws/results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 45 and float(rows[0]["flops"]) == pytest.approx(1e18) and float(rows[0]["core"]) == 0.25
+    assert len(rows) == 135 and float(rows[0]["flops"]) == pytest.approx(1e18) and float(rows[0]["core"]) == 0.25
     assert matplotlib.image.imread(tmp_path / "laws/scaling.png").std() > 0.02
 
 

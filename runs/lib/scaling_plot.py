@@ -5,7 +5,7 @@
 
 Weights are those that are multiplied for every token (matrices and head, no embeddings), FLOPs are 6 x weights x
 tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. Its best size
-is the minimum of a parabola of bits per byte over log(weights), fitted to the best run and at most two on each side.
+is the minimum of a parabola of bits per byte over log(weights), fitted to the best one and at most two on each side.
 Best sizes and tokens are fitted by powers of FLOPs, the lowest bits per byte of each budget, or those of all runs
 without one, by floor + factor x FLOPs ** -exponent (with fewer than four points by a power). CORE is that of
 runs/score_core.py. The last line is the result as JSON.
@@ -64,17 +64,17 @@ def budgets(runs: pandas.DataFrame) -> list[pandas.DataFrame]:
 def optimum(group: pandas.DataFrame) -> dict:
     """Best size of a budget, and its parabola; no weights and tokens without a minimum between the sizes."""
     flops = float(np.exp(np.log(group.flops).mean()))
-    group = group.sort_values("weights")
-    lowest = float(group.val_bpb.min())
+    sizes = group.groupby("weights").val_bpb.mean()  # over seeds
     # Far from the best size, bits per byte rise faster than a parabola on one side.
-    middle = int(group.val_bpb.argmin())
-    near = group.iloc[max(middle - 2, 0) : middle + 3]
-    curve = np.polyfit(np.log(near.weights), near.val_bpb, 2)
-    ends = [int(near.weights.min()), int(near.weights.max())]
+    middle = int(sizes.argmin())
+    near = sizes.iloc[max(middle - 2, 0) : middle + 3]
+    curve = np.polyfit(np.log(near.index), near, 2)
+    ends = [int(near.index[0]), int(near.index[-1])]
+    lowest = float(sizes.min())
     found = {"flops": flops, "curve": curve.tolist(), "ends": ends, "val_bpb": lowest, "weights": None, "tokens": None}
     best = math.exp(-curve[1] / (2 * curve[0])) if curve[0] > 0 else 0.0  # else it opens downward
-    # With the best run at an end, a minimum of the parabola says nothing.
-    if ends[0] < best < ends[1] and 0 < middle < len(group) - 1:
+    # With the best size at an end, a minimum of the parabola says nothing.
+    if ends[0] < best < ends[1] and 0 < middle < len(sizes) - 1:
         lowest = float(np.polyval(curve, math.log(best)))
         found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
     return found
