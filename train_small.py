@@ -145,7 +145,7 @@ class Config:
     shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
     bigram_rows: int = 1638400  # table of hashed token pairs; 0: off, a tenth saves memory and costs little
     trigram_ratio: float = 10.0  # rows of a narrower table of token triples, for each bigram row; 0: off
-    mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
+    mix_width: int = 256  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20
     rotary_base: float = 1024.0
@@ -154,7 +154,7 @@ class Config:
     fp8: bool = True  # products of qkv and MLP, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
     ahead: tuple = (1.0, 0.5)  # loss weights of the next tokens: multi-token prediction (record 53)
-    ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
+    ahead_until: float = 0.65  # share of the run over which all weights but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- data

@@ -119,8 +119,8 @@ class Model(nn.Module):
         self.scale_o = nn.Parameter(torch.ones(L))
         self.scale_down = nn.Parameter(torch.ones(L))
         self.share_ngram = nn.Parameter(torch.full((L,), 0.05))
-        self.mix_in = nn.Parameter(torch.empty(128, D).uniform_(-2 * bound, 2 * bound))
-        self.mix_out = nn.Parameter(torch.zeros(4, 128))
+        self.mix_in = nn.Parameter(torch.empty(256, D).uniform_(-2 * bound, 2 * bound))
+        self.mix_out = nn.Parameter(torch.zeros(4, 256))
         self.mix_out.data[0] = 0.01  # the last layer wants the input in its values
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def train_step(model: Model, state: defaultdict, dataset: Dataset, step: int) ->
     stage = config.stages[stage_index(config, step)]
     packs = [dataset.pack(config) for _ in range(stage.packs)]
     count = sum(len(document) - 1 for pack in packs for document in pack)
-    second_weight = 0.5 * max(0.0, 1 - 2 * step / config.steps)
+    second_weight = 0.5 * max(0.0, 1 - step / (0.65 * config.steps))
     prefix_weight = 0.25 * min(1.0, max(0.0, 2 - 3 * step / config.steps))
     total = 0.0
     for pack in packs:  # one at a time to save memory; gradients add up
