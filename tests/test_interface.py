@@ -85,7 +85,7 @@ MEDIUM_LOSSES = """
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(lr_floor=0.15), SMALL_LOSSES, 2.9077138), (tiny_medium(), MEDIUM_LOSSES, 1.3635081)),
+    ((tiny_config(lr_floor=0.15, ahead_until=0.5), SMALL_LOSSES, 2.9077138), (tiny_medium(), MEDIUM_LOSSES, 1.3635081)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
