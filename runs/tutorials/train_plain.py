@@ -64,7 +64,7 @@ class Config:  # the defaults are DecoderStack-small
     )
 
 
-TINY = Config(  # the model of runs/cpu.args, with trigrams
+TINY = Config(  # the model of runs/cpu.args, with trigrams and wider mixing
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
     key_offset_layers=(1, 3), value_embed_layers=(0, 3), bigram_rows=10240, trigram_rows=25600,
     max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, pack_docs=32, stages=(Stage(1.0, 1, 1.0),),
