@@ -18,7 +18,7 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
      8. RUN           start, resume, finish; model building, warm-up, ranks and devices
      9. FILES         dataset directory, run directory: log and checkpoints
     10. COMMAND LINE  flags, overrides, checks of the config
-    11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
+    11. ATTENTION     a Triton kernel, SDPA or FlashAttention 3 behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
 
 Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width,
@@ -143,8 +143,10 @@ class Config:
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 10)
     shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
+    tied: bool = True  # one table for input and output
     bigram_rows: int = 1638400  # table of hashed token pairs; 0: off, a tenth saves memory and costs little
     trigram_ratio: float = 10.0  # rows of a narrower table of token triples, for each bigram row; 0: off
+    x0_injection: bool = False  # every layer adds a share of the input to the stream
     mix_width: int = 256  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20
@@ -153,10 +155,16 @@ class Config:
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((x + b) / c), record 54; (): x
     fp8: bool = True  # products of qkv and MLP, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
+    fp8_o: bool = False  # the same for attention's output; at this width casts cost what that saves
+    recompute: bool = False  # run layers again in the backward: less memory, but slower and without fp8
     ahead: tuple = (1.0, 0.5)  # loss weights of the next tokens: multi-token prediction (record 53)
     ahead_until: float = 0.65  # share of the run over which all weights but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
+    # -- initial weights, as standard deviations times sqrt(width)
+    init_qkv: float = 0.5
+    init_o: float = 1.0  # times init_qkv; not 0: record 64
+    init_up: float = 0.5  # of the MLP's first matrix; the second starts at 0
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; the rest of such a pack is padding
@@ -288,7 +296,20 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-# >>> shared: sections_2_and_3
+# Learned scalars: a row for each name, a column for each layer. Initial values of the first and the last layer, with
+# those of the others on a line between them.
+SCALARS = {
+    "resid_attn": (1.1**0.5, 1.1**0.5),  # factor of the residual stream before attention is added
+    "resid_mlp": (1.1**0.5, 1.1**0.5),  # and before the MLP is added
+    "scale_v": (0.5, 0.5),  # factors of matrices
+    "scale_o": (1.0, 1.0),
+    "scale_down": (1.0, 1.0),
+    "share_ngram": (0.05, 0.05),  # of the n-gram embedding that is added to the stream
+    "share_x0": (0.0, 0.0),  # of the input, with x0_injection
+}
+
+
+# >>> shared: sections_2_to_8
 # ===============================================================================
 # 2. SCHEDULE -- pure functions of (config, step)
 
@@ -536,10 +557,10 @@ def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> list[TableRows]
     if not hasattr(model, "bigram_embed"):
         return []
     tokens_T = micro_batch.tokens_T
-    places = model.ngram_places(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+    hashes = model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
     return [
         TableRows(index_T, table.detach()[index_T].requires_grad_())
-        for table, (index_T, _) in zip(model.ngram_tables(), places, strict=True)
+        for table, (index_T, _) in zip(model.ngram_tables(), hashes, strict=True)
     ]
 
 
@@ -633,7 +654,6 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
     return result
 
 
-# <<< shared: sections_2_and_3
 # ===============================================================================
 # 4. MODEL -- one trunk; attention is passed in, so training and cached decoding share every line
 # Matrices of equal shape form a bank: NorMuon works on whole banks, and ranks own slices of them. Everything
@@ -641,61 +661,83 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
 # is just a dictionary of parameters, and the trunk reads like the formulas.
 
 
-# >>> shared: layers
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last axis, without a gain (nothing to learn, nothing to decay)."""
     return F.rms_norm(x, (x.size(-1),))
 
 
-def times(scalar: Tensor, x: Tensor) -> Tensor:
+def scale_fp32(scalar: Tensor, x: Tensor) -> Tensor:
     """A learned fp32 scalar, 0-D, times x, in the dtype of x. Eager torch would round the scalar to bf16 first."""
     if torch.compiler.is_compiling():
         return scalar * x
     return (scalar.view(1) * x).to(x.dtype)
 
 
+def rotary_table(config: Config) -> Tensor:
+    """Cosines and sines for rotate(), fp32 (2, max_seq_len, K).
+
+        quarter of a head       0     1     2     3
+        cosines of angles      cos   cos    1     1      a pair lies in quarters 0 and 1; the others do not turn
+        sines                  sin  -sin    0     0      (with rotary_full they hold pairs as well)
+    """
+    K = config.head_dim
+    exponents = np.linspace(0, 1, K // 4)
+    if config.rotary_full:
+        exponents = np.arange(K // 2) / (K // 2)
+    frequencies = torch.tensor(((1 / config.rotary_base) ** exponents).tolist())  # radians a token
+    angles = torch.outer(torch.arange(config.max_seq_len), frequencies)
+    if not config.rotary_full:
+        angles = torch.cat((angles, torch.zeros_like(angles)), 1)
+
+    first, second = angles.chunk(2, 1)
+    cosines = torch.cat((first.cos(), first.cos(), second.cos(), second.cos()), 1)
+    sines = torch.cat((first.sin(), -first.sin(), second.sin(), -second.sin()), 1)
+    return torch.stack((cosines, sines))
+
+
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of both halves of each head, (T, H, K); cos_TK, sin_TK (T, 1, K) by GPT.add_buffers."""
+    """Rotary embedding of both halves of each head, (T, H, K); cos_TK, sin_TK (T, 1, K) from rotary_table()."""
     # Swaps quarters. Unlike cat(), flip() keeps the compiled kernel free of branches.
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
 
 
-def softcap(x: Tensor, cap: tuple) -> Tensor:
-    """a * sigmoid((x + b) / c): bounded logits, asymmetric because most logits are negative."""
-    if not cap:
+class Softcap(NamedTuple):
+    """Logits become height * sigmoid((x + shift) / width): bounded, and asymmetric as most logits are negative."""
+
+    height: float
+    shift: float
+    width: float
+
+
+def softcap(x: Tensor, cap: Softcap | None) -> Tensor:
+    """Capped logits; x itself without a cap."""
+    if cap is None:
         return x
-    a, b, c = cap
-    return a * torch.sigmoid((x + b) / c)
+    return cap.height * torch.sigmoid((x + cap.shift) / cap.width)
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
     """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
     x_TG = x_TD[:, : weight_HG.size(-1)]
-    if not torch.compiler.is_compiling():
-        return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
-    if torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return HeadGates.apply(x_TG, weight_HG)
-    return summed_gates(x_TG, weight_HG)
-
-
-def summed_gates(x_TG: Tensor, weight_HG: Tensor) -> Tensor:
-    """head_gates as sums of a few products, which join the compiled kernels around them."""
-    return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
+    return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
 
 class HeadGates(torch.autograd.Function):
-    """summed_gates whose gradients are matrix products, which are faster than sums."""
+    """head_gates for the compiler: sums of a few products, which join the kernels around them."""
 
     @staticmethod
     def forward(ctx, x, weight):
         x = x.clone()  # else all channels of its rows are kept for the backward
-        gates = summed_gates(x, weight)
+        gates = 2 * torch.sigmoid((x[:, None] * weight).sum(-1))
         ctx.save_for_backward(x, weight, gates)
         return gates
 
     @staticmethod
     def backward(ctx, g):
+        # Matrix products, which are faster here than sums.
         x, weight, gates = ctx.saved_tensors
         g = g * gates * (1 - gates / 2)
         return g @ weight, g.T @ x
@@ -713,13 +755,24 @@ class Stored(torch.autograd.Function):
         return g
 
 
-class LayerWeights(NamedTuple):
-    """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
+def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
+    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; not in fp8."""
+    gate, linear = (x_TD @ up.T).chunk(2, 1)
+    return (F.silu(gate) * linear) @ down_FD
 
-    qkv: Tensor | None = None  # (3 D, D)
-    o: Tensor | None = None  # (D, D)
-    up: Tensor | None = None  # (F, D), or (2 F, D) with the gate first
-    down: Tensor | None = None  # (F, D)
+
+class LayerWeights(NamedTuple):
+    """The matrices of one layer as they are used; None for what a layer lacks."""
+
+    qkv: Tensor | None  # (3 D, D)
+    o: Tensor | None  # (D, D)
+    up: Tensor  # (F, D), or (2 F, D) with the gate first
+    down: Tensor  # (F, D)
+    # Copies that products in fp8 read. The matrices above receive the gradients.
+    qkv8: Weight8 | None = None
+    o8: Weight8 | None = None
+    up8: Weight8 | None = None
+    down8: Weight8 | None = None
 
 
 class Inputs(NamedTuple):
@@ -732,28 +785,15 @@ class Inputs(NamedTuple):
     sin: Tensor  # (T, 1, K)
 
 
-# <<< shared: layers
-def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
-    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; not in fp8."""
-    gate, linear = (x_TD @ up.T).chunk(2, 1)
-    return (F.silu(gate) * linear) @ down_FD
-
-
-# The table of learned scalars: a row for each name, a column for each layer, and its initial value.
-SCALARS = {
-    "resid_attn": 1.1**0.5,  # of the residual stream, before attention is added
-    "resid_mlp": 1.1**0.5,  # and before the MLP is added
-    "scale_v": 0.5,
-    "scale_o": 1.0,
-    "scale_down": 1.0,
-    "share_ngram": 0.05,
-}
+SIGN_ROWS = 8192  # 500 to 15,000 are equally good in record 83
+TRIGRAM_WIDTH = 128
 
 
 class GPT(nn.Module):
     """Decoder-only transformer. Parameters are listed in parameter_table; all others are buffers."""
 
     def __init__(self, config: Config, device="cpu", dtype=torch.float32):
+        """Without values: init_weights() or load_state_dict() fills them in, choose_attention() sets attention."""
         super().__init__()
         self.config = c = config
         D = c.width
@@ -765,7 +805,9 @@ class GPT(nn.Module):
         def weight(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.embed = weight(V, D)  # one table for input and output is better than two here
+        self.embed = weight(V, D)
+        if not c.tied:
+            self.unembed = weight(V, D)
         self.qk_bank = weight(A, 2 * D, D)
         self.vo_bank = weight(2 * A, D, D)  # v0, o0, v1, o1, ...
         self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is (F, D) like up
@@ -785,82 +827,98 @@ class GPT(nn.Module):
         if c.mix_width:
             self.mix_in = weight(c.mix_width, D)
             self.mix_out = weight(4, c.mix_width)
-        self.add_buffers(device)
+
+        # Numbers that change are tensors, as others would recompile the model.
+        def buffer(name: str, value: Tensor) -> None:
+            self.register_buffer(name, value.to(device), persistent=False)
+
+        buffer("rotary", rotary_table(c))
+        buffer("attention_scale", torch.tensor(c.attention_scale))
+        buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
+        buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # prepare_loop fills them in
+        self.windows = (c.window_short, c.window_long)
+        self.softcap = Softcap(*c.softcap) if c.softcap else None
+        self.fp8_products = fp8_products(c, self.embed)
+        self.attention: Callable | None = None
 
     @property
     def head(self) -> Tensor:
-        return self.embed
+        """The output matrix (V, D)."""
+        return self.embed if self.config.tied else self.unembed
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """All initialisation in one table. Zero projections make each block start as the identity."""
+        c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
-        bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform, standard deviation 0.5 / sqrt(D)
-        self.embed.normal_(0, 0.005, generator=rng)  # as a head; as an input it is normalised
-        self.qk_bank.uniform_(-bound, bound, generator=rng)
-        self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: record 64
-        self.mlp_bank.uniform_(-bound, bound, generator=rng)
+        bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
+        self.head.normal_(0, 0.005, generator=rng)  # if tied, the input's table too, which is normalised anyway
+        if not c.tied:
+            self.embed.normal_(0, 0.8, generator=rng)
+        self.qk_bank.uniform_(-c.init_qkv * bound, c.init_qkv * bound, generator=rng)
+        self.vo_bank.uniform_(-c.init_qkv * bound, c.init_qkv * bound, generator=rng)
+        self.vo_bank[1::2] *= c.init_o
+        self.mlp_bank.uniform_(-c.init_up * bound, c.init_up * bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        if self.config.swiglu:
-            self.gate_bank.uniform_(-bound, bound, generator=rng)
+        if c.swiglu:
+            self.gate_bank.uniform_(-c.init_up * bound, c.init_up * bound, generator=rng)
         for name in ("value_gate", "bigram_embed", "trigram_embed", "mix_out"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
-        if self.config.value_embed_layers:
+        if c.value_embed_layers:
             self.value_embed.normal_(0, 0.01, generator=rng)
-        if self.config.mix_width:
-            self.mix_in.uniform_(-2 * bound, 2 * bound, generator=rng)
+        if c.mix_width:
+            self.mix_in.uniform_(-bound, bound, generator=rng)
             # The last layer wants the input in its values. From 0 some seeds find that late, or never.
             self.mix_out[0] = 0.01
-        if self.config.trigram_rows:
+        if c.trigram_rows:
             self.trigram_proj.normal_(0, self.trigram_proj.size(1) ** -0.5, generator=rng)
-
-        self.scalars.zero_()
-        for row, value in enumerate(SCALARS.values()):
-            self.scalars[row] = value
-        if self.config.bigram_rows:
+        for row, (first, last) in zip(self.scalars, SCALARS.values(), strict=True):
+            row.copy_(torch.linspace(first, last, c.num_layers))
+        if c.bigram_rows:
             self.init_signs()
 
-    def banks(self) -> LayerWeights:
-        """The matrices of all layers as they are used: qkv and o (A, ...), up and down (L, ...).
+    def init_signs(self) -> None:
+        """Signs are saved with the weights, so other versions of torch may generate other ones."""
+        rng = torch.Generator().manual_seed(0)
+        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
+
+    def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many; those of products8 (see fp8_products) in fp8 too.
 
         Scalars multiply matrices where they can: they have fewer numbers than activations (record 47),
         and a decoder needs that only once.
         """
-        scalar = dict(zip(SCALARS, self.scalars, strict=False))
+        c = self.config
+        scalar = dict(zip(SCALARS, self.scalars, strict=True))
 
         def of_attention(row: Tensor) -> Tensor:
-            return torch.stack([row[layer] for layer in self.config.attention_layers])
+            return torch.stack([row[layer] for layer in c.attention_layers])
 
         def scaled(factors: Tensor, bank: Tensor) -> Tensor:
             return (factors[:, None, None] * bank).to(bank.dtype)
 
+        def copies(product: str, bank: Tensor) -> list:
+            return to_weights8(bank) if product in products8 else [None] * len(bank)
+
+        # Of the layers with attention.
         v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
-        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
-        if self.config.swiglu:
-            up = torch.cat((self.gate_bank, up), 1)
         v = scaled(of_attention(scalar["scale_v"]), v)
         o = scaled(of_attention(scalar["scale_o"]), o)
-        down = scaled(scalar["scale_down"], down)
-        return LayerWeights(torch.cat((self.qk_bank, v), 1), o, up, down)
+        qkv = torch.cat((self.qk_bank, v), 1)
+        attention = zip(qkv.unbind(0), o.unbind(0), copies("qkv", qkv), copies("o", o), strict=True)
 
-    def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
-        """The matrices of each layer, for a trunk or for many; with fp8 those whose products are in fp8."""
-        c = self.config
-        banks = self.banks()
-        qkv, o, up, down = (bank.unbind(0) for bank in banks)
-        if fp8:
-            o = up = down = [None] * c.num_layers
-            qkv = to_weights8(banks.qkv)
-            if not c.swiglu:
-                up, down = map(to_weights8, (banks.up, banks.down))
+        # Of all layers.
+        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
+        down = scaled(scalar["scale_down"], down)
+        if c.swiglu:
+            up = torch.cat((self.gate_bank, up), 1)
+        mlp = zip(up.unbind(0), down.unbind(0), copies("MLP", up), copies("MLP", down), strict=True)
+
         weights = []
-        for layer in range(c.num_layers):
-            attention = (None, None)
-            if layer not in c.no_attention_layers:
-                index = c.attention_layers.index(layer)
-                attention = (qkv[index], o[index])
-            weights.append(LayerWeights(*attention, up[layer], down[layer]))
+        for layer, (up, down, up8, down8) in enumerate(mlp):
+            qkv, o, qkv8, o8 = next(attention) if layer in c.attention_layers else [None] * 4
+            weights.append(LayerWeights(qkv, o, up, down, qkv8, o8, up8, down8))
         return weights
 
     def trunk(
@@ -870,56 +928,74 @@ class GPT(nn.Module):
 
         Args:    int tokens_T; previous_2T the token before in the same document, and the one before
                  that (any value where there is none); positions_T in the document;
-                 attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled, where index counts layers
-                 with attention and layer counts all; weights by layer_weights(); ngram_rows those of
-                 ngram_tables(), looked up here if None
+                 attend(layer, q, k, v) -> y, all (T, H, K), q scaled; weights by layer_weights();
+                 ngram_rows those of ngram_tables(), looked up here if None
         Returns: normalised hidden state (T, D)
         """
         c = self.config
-        weights = weights or self.layer_weights()
-        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
+        training = torch.is_grad_enabled()
+        if weights is None:
+            in_fp8 = training and len(tokens_T) % 16 == 0
+            weights = self.layer_weights(self.fp8_products if in_fp8 else ())
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
         inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
         if inputs.ngram is not None:
             inputs = inputs._replace(ngram=Stored.apply(inputs.ngram))
-        fp8 = c.fp8 and torch.is_grad_enabled()
-        fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
-        weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
 
         x = inputs.x0
-        for layer, (w, w8) in enumerate(zip(weights, weights8, strict=True)):
+        shared_input = None
+        for layer, w in enumerate(weights):
+            # Before the last layer, each token mixes input and stream: once for the values, once for the stream.
             mixed = None
             if c.mix_width and layer == c.num_layers - 1:
                 mixed, more = self.mix(x, inputs.x0)
                 x = x + more
-            if layer not in c.no_attention_layers:
-                if layer <= c.shared_input_from:  # later layers keep reading the same a
-                    a = norm(x)
-                y = self.attend_layer(layer, a, w.qkv, w8.qkv, inputs, attend, mixed)
-                x = times(scalar["resid_attn"][layer], x) + F.linear(y, w.o)
-            if inputs.ngram is not None:
-                x = x + times(scalar["share_ngram"][layer], inputs.ngram)
-            if c.swiglu:
-                y = mlp_swiglu(norm(x), w.up, w.down)
+            if layer == c.shared_input_from:
+                shared_input = norm(x)
+            arguments = (x, shared_input, mixed, layer, w, scalar, inputs, attend)
+            if c.recompute and training:
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
             else:
-                y = mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
-            x = times(scalar["resid_mlp"][layer], x) + y
+                x = self.block(*arguments)
         return norm(x)
 
-    def attend_layer(self, layer, a_TD, qkv, qkv8, inputs: Inputs, attend, mixed_TD=None) -> Tensor:
-        """Attention on a layer's normalised input, before the output projection; mixed_TD is added to the values."""
+    def block(
+        self, x, shared_input, mixed, layer: int, w: LayerWeights, scalar: dict, inputs: Inputs, attend
+    ) -> Tensor:
+        """One layer: attention and MLP, each added to the residual stream x (T, D).
+
+        Attention reads shared_input (T, D), or x if that is None (record 77); mixed (T, D) or None is
+        added to its values.
+        """
         c = self.config
-        index = c.attention_layers.index(layer)
+        if layer not in c.no_attention_layers:
+            attention_input = norm(x) if shared_input is None else shared_input
+            y = self.attend_layer(layer, attention_input, w, inputs, attend, mixed)
+            x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
+        if c.x0_injection:
+            x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
+        if inputs.ngram is not None:
+            x = x + scale_fp32(scalar["share_ngram"][layer], inputs.ngram)
+        if c.swiglu:
+            y = mlp_swiglu(norm(x), w.up, w.down)
+        else:
+            y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
+        return scale_fp32(scalar["resid_mlp"][layer], x) + y
+
+    def attend_layer(self, layer: int, normed_TD, w: LayerWeights, inputs: Inputs, attend, mixed_TD) -> Tensor:
+        """Attention of one layer on its normalised input, before the output projection: (T, D)."""
+        c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
-        q, k, v = project_qkv(a_TD, qkv, *rotary, qkv8)
+        q, k, v = project_qkv(normed_TD, w.qkv, *rotary, w.qkv8)
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
-            gate_TH = head_gates(a_TD, self.value_gate[e])
+            gate_TH = head_gates(normed_TD, self.value_gate[e])
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        return attend(index, layer, q, k, v).reshape(len(a_TD), c.width)
+        return attend(layer, q, k, v).reshape(len(normed_TD), c.width)
 
-    # >>> shared: forward
     def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> Inputs:
         """Embeddings of each token and of the last two and three, and the rotary table."""
         c = self.config
@@ -930,11 +1006,10 @@ class GPT(nn.Module):
         # N-grams: hashed, and signed so that those that collide are nearly orthogonal (records 62, 83).
         ngram_TD = None
         if c.bigram_rows:
-            tables = self.ngram_tables()
-            places = self.ngram_places(tokens_T, previous_2T, positions_T)
+            hashes = self.hash_ngrams(tokens_T, previous_2T, positions_T)
             signed = []
-            for table, (index_T, sign_T) in zip(tables, places, strict=True):
-                rows = F.embedding(index_T, table) if ngram_rows is None else ngram_rows[len(signed)]
+            for table, (row_T, sign_T) in zip(self.ngram_tables(), hashes, strict=True):
+                rows = F.embedding(row_T, table) if ngram_rows is None else ngram_rows[len(signed)]
                 signed.append(rows * F.embedding(sign_T, self.bigram_signs[:, : table.size(1)]))
             ngram_TD = signed[0]
             if c.trigram_rows:
@@ -951,19 +1026,26 @@ class GPT(nn.Module):
         """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
         return [getattr(self, name) for name in ("bigram_embed", "trigram_embed") if hasattr(self, name)]
 
-    def ngram_places(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
+    def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), the rows of the table and of bigram_signs of each token, int64 (T,)."""
         t = tokens_T.long()
         p, q = previous_2T.long()
-        pair = (36313 * t) ^ (27191 * p)
-        hashes = [(pair, t ^ p), (pair ^ (51787 * q), t ^ (3 * p) ^ (7 * q))]
-        places = []
-        for before, (table, (row_T, sign_T)) in enumerate(zip(self.ngram_tables(), hashes, strict=False), 1):
-            short_T = positions_T < before  # nothing may leak from the document before
-            last = len(table) - 1
-            index_T = (row_T % last).masked_fill(short_T, last)
-            places.append((index_T, (sign_T % SIGN_ROWS).masked_fill(short_T, 0)))
-        return places
+
+        # Pairs. The last row stands for tokens with none before them: nothing may leak from the document before.
+        short_T = positions_T < 1
+        last = self.config.bigram_rows - 1
+        row_T = ((36313 * t) ^ (27191 * p)) % last
+        sign_T = (t ^ p) % SIGN_ROWS
+        hashes = [(row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0))]
+
+        # Triples.
+        if self.config.trigram_rows:
+            short_T = positions_T < 2
+            last = self.config.trigram_rows - 1
+            row_T = ((36313 * t) ^ (27191 * p) ^ (51787 * q)) % last
+            sign_T = (t ^ (3 * p) ^ (7 * q)) % SIGN_ROWS
+            hashes.append((row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0)))
+        return hashes
 
     def mix(self, x_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
@@ -992,7 +1074,7 @@ class GPT(nn.Module):
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
-        def attend(index, layer, q, k, v):
+        def attend(layer, q, k, v):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
             return attention(q, k, v, int(layer in c.long_layers))
@@ -1006,9 +1088,9 @@ class GPT(nn.Module):
         training = torch.is_grad_enabled()
         targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
         term_weights = self.loss_weights if training else None
-        fp8 = c.fp8_head and training
+        fp8 = training and "head" in self.fp8_products
         return linear_cross_entropy(
-            hidden_TD, self.head, targets_NT, c.softcap, term_weights, token_weight_T, fp8=fp8
+            hidden_TD, self.head, targets_NT, self.softcap, term_weights, token_weight_T, fp8=fp8
         )
 
     def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -1024,7 +1106,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Softcapped logits (T, V), fp32, of what the trunk returned."""
-        return softcap(F.linear(hidden_TD, self.head).float(), self.config.softcap)
+        return softcap(F.linear(hidden_TD, self.head).float(), self.softcap)
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
@@ -1033,39 +1115,6 @@ class GPT(nn.Module):
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
 
-    def add_buffers(self, device) -> None:
-        """Adds what is no parameter, as tensors: numbers that change would recompile the model."""
-        c = self.config
-        # Cosines and sines of the rotary embedding: a half of each head holds pairs of quarters.
-        exponents = np.linspace(0, 1, c.head_dim // 4)
-        if c.rotary_full:
-            exponents = np.arange(c.head_dim // 2) / (c.head_dim // 2)
-        frequencies = torch.tensor(((1 / c.rotary_base) ** exponents).tolist())
-        angles = torch.outer(torch.arange(c.max_seq_len), frequencies)
-        unrotated = torch.zeros_like(angles[:, : c.head_dim // 4])
-        halves = angles.chunk(2, 1) if c.rotary_full else (angles, unrotated)
-        cosines = torch.cat([half.cos() for half in halves for _ in range(2)], 1)
-        sines = torch.cat([sign * half.sin() for half in halves for sign in (1, -1)], 1)
-
-        def buffer(name: str, value: Tensor) -> None:
-            self.register_buffer(name, value.to(device), persistent=False)
-
-        buffer("rotary", torch.stack((cosines, sines)))
-        buffer("attention_scale", torch.tensor(c.attention_scale))
-        buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # prepare_loop fills them in
-        self.windows = (c.window_short, c.window_long)
-        self.attention: Callable | None = None  # set by choose_attention
-
-    def init_signs(self) -> None:
-        """Signs are saved with the weights, so other versions of torch may generate other ones."""
-        rng = torch.Generator().manual_seed(0)
-        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
-
-
-SIGN_ROWS = 8192  # 500 to 15,000 are equally good in record 83
-TRIGRAM_WIDTH = 128
-
 
 def previous_tokens(tokens_T: Tensor) -> Tensor:
     """The token before each, and the one before that, (2, T); before the first is the first."""
@@ -1073,8 +1122,6 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
     return torch.stack((before[1:-1], before[:-2]))
 
 
-# <<< shared: forward
-# >>> shared: sections_5_to_8
 # ===============================================================================
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
@@ -2463,7 +2510,7 @@ def describe_machine(ranks: Ranks) -> dict:
     }
 
 
-# <<< shared: sections_5_to_8
+# <<< shared: sections_2_to_8
 def micro_batch_limit(config: Config, free: int) -> float:
     """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
     # What is kept for the backward, in bytes; the compiler keeps less.
@@ -2477,7 +2524,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
     return min(65536, (0.85 * free - states) / a_token)
 
 
-# >>> shared: section_9
+# >>> shared: sections_9_to_12
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
@@ -2869,7 +2916,6 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     return saved
 
 
-# <<< shared: section_9
 # ===============================================================================
 # 10. COMMAND LINE -- flags, overrides, checks of the config
 
@@ -2888,7 +2934,6 @@ def model_relations(config: Config) -> dict[str, bool]:
     }
 
 
-# >>> shared: sections_10_to_12
 def validate(config: Config) -> None:
     """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
@@ -3045,7 +3090,7 @@ def main(argv: list[str] | None = None) -> int:
 
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
-# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
+# attention(model, positions int (T,), cu_seqlens int32 (G + 1,), max_doc) prepares what all layers share and
 # returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
 # Query i sees keys j of its own document with i - window <= j <= i.
 
@@ -3084,83 +3129,56 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
-def packed_attention(flash: Callable, **options) -> Callable:
-    """A FlashAttention for packed documents behind our signature."""
-
-    def attention(model, positions_T, cu_seqlens, max_doc):
-        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-
-        def attend(q, k, v, long):
-            window = (model.windows[long], 0)
-            y = flash(q, k, v, *sizes, window_size=window, **options)
-            return y[0] if isinstance(y, tuple) else y
-
-        return attend
-
-    return attention
-
-
-def load_varlen_attention() -> Callable:
-    """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return packed_attention(varlen_attn, scale=1.0)
-
-
-def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
-    from kernels import get_kernel
-
-    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
-    return packed_attention(flash, softmax_scale=1.0, causal=True)
-
-
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """window_attention of section 12 (Ampere or newer, 16 bits)."""
+    """window_attention of section 12."""
     T = positions_T.numel()
     bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
     return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
-ATTENTION = {
-    "fa3": load_fa3_attention,
-    "triton": lambda: triton_attention,
-    "varlen": load_varlen_attention,
-    "sdpa": lambda: sdpa_attention,
-}
+def load_fa3_attention() -> Callable:
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
+    try:
+        from kernels import get_kernel
+
+        flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
+    except Exception as error:  # a missing package, no network, no build for this GPU
+        found = f"{type(error).__name__}: {str(error)[:120]}"
+        raise UserError(f"--attention fa3 cannot be loaded ({found}); leave it out") from None
+
+    def fa3_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+        def attend(q, k, v, long):
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
+            return y[0] if isinstance(y, tuple) else y
+
+        return attend
+
+    return fa3_attention
 
 
-def probe_attention(attention: Callable, model: nn.Module) -> None:
-    """Runs two short documents forward and backward; raises whatever goes wrong."""
-    config, device, dtype = model.config, model.embed.device, model.embed.dtype
-    shape = (3, 256, config.num_heads, config.head_dim)
-    q, k, v = 0.1 * torch.randn(shape, device=device, dtype=dtype)
-    q.requires_grad_()
-    ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
-    positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
-    with torch.enable_grad():
-        attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
-    if not q.grad.isfinite().all():
-        raise RuntimeError("its gradient is not finite")
+ATTENTION = ("fa3", "triton", "sdpa")
 
 
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
-    """The first backend that passes the probe."""
-    wanted = model.config.attention
-    names = [wanted]
-    if wanted == "auto":
-        tensor_cores = model.embed.is_cuda and model.embed.itemsize == 2 and bf16_is_native()
-        names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
-    for name in names:
-        try:
-            attention = ATTENTION[name]()
-            probe_attention(attention, model)
-        except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
-            say(f"attention: {name} skipped ({type(error).__name__}: {str(error)[:120]})")
-        else:
-            say(f"attention: {name}")
-            return attention
-    raise UserError(f"--attention {wanted} cannot run here; try auto, or --dtype float32 and sdpa")
+    """The backend that --attention names; by default our kernel where it fits, else SDPA.
+
+    Raises: UserError if the one that is asked for cannot run here
+    """
+    K = model.config.head_dim
+    kernel_fits = use_triton(model.embed) and K >= 16 and K.bit_count() == 1
+    name = model.config.attention
+    if name == "auto":
+        name = "triton" if kernel_fits else "sdpa"
+    if name == "triton" and not kernel_fits:
+        needs = "an NVIDIA GPU from Ampere on, 16 bits and a head_dim that is a power of two"
+        raise UserError(f"--attention triton cannot run here: it needs {needs}; leave it out")
+    say(f"attention: {name}")
+    if name == "fa3":
+        return load_fa3_attention()
+    return triton_attention if name == "triton" else sdpa_attention
 
 
 # ===============================================================================
@@ -3169,10 +3187,10 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # Lines of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
-def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Kernels run on CUDA tensors of at most 16 bits an entry, from Ampere on; plain code does the rest."""
     fits = triton is not None and x.is_cuda and x.itemsize <= 2
-    return fits and torch.cuda.get_device_capability(x.device) >= capability
+    return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 # Operator names are global. A second copy of this file in a process (that of a run directory) uses
@@ -3184,15 +3202,20 @@ OPS = next(name for name in prefixes if not hasattr(getattr(torch.ops, name), "l
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
-# With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
-# with weight w_k. Those with a negative target are left out. S is the sum of the token's w_k.
+# With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width of the Softcap, s = z / a and
+# lse = log sum_j exp z_j: row t has N terms, targets[k, t] with weight w_k. Those with a negative target are left out.
+# S is the sum of the token's w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
-    """Losses (n,), nats (n,) and token_weight * gradient (n, V) or None of logits (n, V), tokens `first` on."""
+def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap: Softcap | None, first=0, grad=True):
+    """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
+
+    Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,); token_weight fp32
+          (T,) or None
+    """
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
     real = picks >= 0
@@ -3200,7 +3223,7 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     w = term_weights * real
 
     # e = exp(z - top). With a softcap z <= a, so exp needs no maximum. Most is in place: memory limits a CPU.
-    if cap:
+    if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
         e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
@@ -3218,11 +3241,11 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     if not grad:
         return losses, nats, None
 
-    g = (a / c) * w if cap else w
+    g = w if cap is None else (a / c) * w
     if token_weight is not None:
         g = g * token_weight[own, None]
     e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
-    if cap:
+    if cap is not None:
         e.mul_(s.addcmul_(s, s, value=-1))
     return losses, nats, e.to(logits.dtype)
 
@@ -3308,7 +3331,7 @@ def softcap_ce_kernel(
             g = g * tl.load(token_weight + t)
         v = v.to(tl.float32) * (g * W / total)
         tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
-        # Equal targets share a column.
+        # Equal targets share a column. The barrier, bar.sync of PTX, orders these stores behind those above.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
         g_t = g * v_t * (W * e_t / total - w)
         tl.debug_barrier()
@@ -3324,11 +3347,11 @@ def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=T
     if grad:
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
-    numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
+    numbers = (first, targets.shape[1], *(cap or Softcap(0.0, 0.0, 1.0)))
     sizes = {"V": V, "TERMS": terms, "PAD": max(2, triton.next_power_of_2(terms))}
     sizes |= {"BLOCK": triton.next_power_of_2(V), "num_warps": 16}
     fast = grad and logits.dtype != torch.float32 and not triton.knobs.runtime.interpret
-    softcap_ce_kernel[(n,)](*tensors, *numbers, CAP=len(cap) > 0, FAST=fast, **sizes)
+    softcap_ce_kernel[(n,)](*tensors, *numbers, CAP=cap is not None, FAST=fast, **sizes)
     return losses, nats, gradient
 
 
@@ -3359,19 +3382,35 @@ def transpose8(x: Tensor) -> Tensor:
 
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
-# -- fp8 products of the layers
-# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, computed from norms
-# of rows where these bound what is cast: nothing of size (T, F) is searched for its maximum, and nothing
-# is carried from step to step. A bound may be far off: e4m3 has 18 binades, e5m2 32.
+# -- fp8 products
+# An fp8 tensor stands for matrix * scale, where x_scale, a 0-D fp32 tensor or a number, is the scale of x8. Weights and
+# activations are e4m3, gradients e5m2, sums fp32. Scales come from norms of rows where these bound what is cast:
+# nothing of size (T, F) is searched for its maximum, and nothing is carried from step to step. A bound may be far off:
+# e4m3 has 18 binades, e5m2 32.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
-def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 on Hopper or B200 (an RTX 50 lacks shared memory), and 16 divides all sizes."""
-    device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
-    return device_fits and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
+def has_fp8_products(x: Tensor) -> bool:
+    """Whether x is bf16 on Hopper or B200; an RTX 50 lacks shared memory."""
+    fits = triton is not None and x.is_cuda and x.dtype == torch.bfloat16
+    return fits and (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)
+
+
+def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
+    """Which products of training are in fp8, some of head, qkv, o and MLP, for weights such as the given one."""
+    c = config
+    if not has_fp8_products(weight) or c.width % 16:
+        return ()
+    products = ["head"] if c.fp8_head else []
+    # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
+    if c.fp8 and not c.recompute:
+        # TMA asks for quarters of heads of 16 bytes, and a head of 256 would not fit into a program's registers.
+        products += ["qkv"] if c.head_dim in (32, 64, 128) else []
+        products += ["o"] if c.fp8_o else []
+        products += ["MLP"] if c.mlp_width % 16 == 0 and not c.swiglu else []
+    return tuple(products)
 
 
 def largest_row_norm(x: Tensor) -> Tensor:
@@ -3379,9 +3418,9 @@ def largest_row_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1).clamp(min=1e-20)
 
 
-def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
-    """x times a factor, rounded once: eager torch would first round a 0-D factor to the dtype of x."""
-    return (x.float() * factor).to(dtype)
+def cast8(x: Tensor, inverse_scale: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
+    """x times 1 / scale, rounded once: eager torch would first round a 0-D factor to the dtype of x."""
+    return (x.float() * inverse_scale).to(dtype)
 
 
 def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
@@ -3394,18 +3433,18 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
     return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
-    scale = largest_row_norm(x) / E4M3_MAX
-    return cast8(x, 1 / scale), scale
+def to_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """A copy of x (N, K) and its scale, the largest norm of a row over the dtype's largest number, fp32, 0-D."""
+    scale = largest_row_norm(x) / torch.finfo(dtype).max
+    return cast8(x, 1 / scale, dtype), scale
 
 
 class Weight8(NamedTuple):
-    """A matrix w (N, K) in e4m3: w is matrix * row_norm / 448."""
+    """A matrix (N, K) in e4m3."""
 
     matrix: Tensor  # (N, K)
     transposed: Tensor  # (K, N): _scaled_mm takes one layout only
-    row_norm: Tensor  # the largest norm of a row of w, fp32, 0-D
+    scale: Tensor  # the largest norm of a row / 448, fp32, 0-D
 
 
 @torch.no_grad()
@@ -3413,24 +3452,49 @@ def to_weights8(bank: Tensor) -> list[Weight8]:
     """The matrices of a bank (B, N, K) in fp8, all layers at once in few kernels."""
     row_norms = largest_row_norm(bank)
     matrices = cast8(bank, (E4M3_MAX / row_norms)[:, None, None])
-    # A compiled backward may write a scale into the memory of a norm, and cuBLAS wants scales at
+    # A compiled backward may write a number into the memory of a scale, and cuBLAS wants scales at
     # multiples of 16 bytes: four columns.
-    row_norms = row_norms[:, None].expand(-1, 4).contiguous()[:, 0]
-    parts = (matrices, transpose8(matrices), row_norms)
+    scales = (row_norms / E4M3_MAX)[:, None].expand(-1, 4).contiguous()[:, 0]
+    parts = (matrices, transpose8(matrices), scales)
     return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
 
 
-def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
+class Linear8(torch.autograd.Function):
+    """x w^T and its gradients by fp8 products; the backward keeps the fp8 input, not x."""
+
+    @staticmethod
+    def forward(ctx, x, w, *weight8):
+        w8 = Weight8(*weight8)
+        x8, x_scale = to_fp8(x)
+        ctx.save_for_backward(x8, x_scale, *w8)
+        return product8(x8, w8.matrix, x_scale * w8.scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x8, x_scale, *weight8 = ctx.saved_tensors
+        w8 = Weight8(*weight8)
+        g8, g_scale = to_fp8(g.contiguous(), E5M2)
+        dx = product8(g8, w8.transposed, g_scale * w8.scale, g.dtype, fast=True)
+        dw = product8(transpose8(g8), transpose8(x8), g_scale * x_scale, g.dtype)
+        return dx, dw, None, None, None
+
+
+def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
+    """F.linear(x, w): (T, N) in the dtype of x; with w8 in fp8. Gradients are in the dtypes of x and w."""
+    return F.linear(x_TK, w_NK) if w8 is None else Linear8.apply(x_TK, w_NK, *w8)
+
+
+def scale_head_gradient(x, term_weights, token_weight, cap: Softcap | None) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
-    # |gradient| <= a / (4 c) * sum of term weights * token weight; without a softcap a / (4 c) is 1.
-    slope = cap[0] / (4 * cap[2]) if cap else 1.0
-    scale = term_weights.abs().sum() * (slope / E5M2_MAX)
+    # |gradient| <= slope * sum of term weights * token weight
+    slope = 1.0 if cap is None else cap.height / (4 * cap.width)
+    g_scale = term_weights.abs().sum() * (slope / E5M2_MAX)
     if token_weight is None:
         token_weight = torch.ones(len(x), device=x.device)
     else:
-        scale = scale * token_weight.abs().max()
-    scale = scale.clamp(min=1e-30)
-    return scale, token_weight / scale
+        g_scale = g_scale * token_weight.abs().max()
+    g_scale = g_scale.clamp(min=1e-30)
+    return g_scale, token_weight / g_scale
 
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
@@ -3440,6 +3504,7 @@ def linear_ce(
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx and dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
+    softcap = Softcap(*cap) if cap else None  # operators take no tuples of their own
     T = len(x)
     fp8 = x_scale is not None
     dtype = torch.bfloat16 if fp8 else x.dtype
@@ -3449,11 +3514,11 @@ def linear_ce(
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
     wide = x.is_cuda and dtype != torch.float32 and T > chunk
     dw_dtype = torch.float32 if wide else dtype
-    factor = token_weight
+    g_weight = token_weight
     g8 = None  # the buffer of an fp8 gradient
     if fp8 and grad:
         w_T = transpose8(w)
-        g_scale, factor = scale_head_gradient(x, term_weights, token_weight, cap)
+        g_scale, g_weight = scale_head_gradient(x, term_weights, token_weight, softcap)
         g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
@@ -3462,7 +3527,7 @@ def linear_ce(
             logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
         else:
             logits = x[own] @ w.T
-        arguments = (targets, term_weights, factor, cap, start, grad)
+        arguments = (targets, term_weights, g_weight, softcap, start, grad)
         if use_triton(logits):
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
@@ -3514,9 +3579,9 @@ class LinearCE(torch.autograd.Function):
 def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, chunk=32768, fp8=False):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); term_weights
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap a Softcap or None; term_weights
              fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
-             fp8: for training, e4m3 operands and an e5m2 gradient, where fits_fp8() allows
+             fp8: for training, e4m3 operands and an e5m2 gradient, where 16 divides all sizes
     Returns: sum over t of token_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
@@ -3526,8 +3591,8 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits
         chunk = min(chunk, max(2**26 // len(w), 1))
-    fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
-    arguments = (targets.contiguous(), term_weights, token_weight, list(cap), chunk)
+    fp8 = fp8 and all(size % 16 == 0 for size in (*x.shape, len(w), chunk))
+    arguments = (targets.contiguous(), term_weights, token_weight, list(cap or ()), chunk)
     if grad:
         return LinearCE.apply(x, w, fp8, *arguments)
     return linear_ce(x, w, None, None, *arguments, False)[:2]
@@ -3779,48 +3844,53 @@ def empty_relu2(a, b, *rest):
     return a.new_empty(M, N), a.new_empty(N, M)
 
 
+def check_normed(x: Tensor) -> None:
+    """Scales below rely on rows of norm sqrt(D), as norm() makes them; larger ones would saturate in silence."""
+    if not torch.compiler.is_compiling():
+        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "rows are longer than sqrt(D): apply norm()"
+
+
 class MLP8(torch.autograd.Function):
     """mlp_relu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    |x w^T| <= |x| |w| bounds the activation, and in the same way the gradient before it, so their
-    scales are known, and what remains between operands and result is a constant.
+    |x w^T| <= |x| |w| bounds the activation, and in the same way the gradient before it. The constants below
+    bring these bounds to the largest number of a dtype.
     """
 
     @staticmethod
     def forward(ctx, x, up, down, *weights8):
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        norm_x = math.sqrt(x.size(1))
-        x8 = cast8(x, E4M3_MAX / norm_x)
-        # In units of (norm_x norm_up)^2 / 448.
+        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
+        x8 = cast8(x, 1 / x_scale)
         post8, post8_T = linear_relu2(x8, up8.matrix, None, E4M3_MAX**-3)
+        post_scale = E4M3_MAX**3 * (x_scale * up8.scale) ** 2
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
-        scale = (norm_x * up8.row_norm / E4M3_MAX) ** 2 * down8.row_norm
-        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
+        return product8(post8, down8.transposed, post_scale * down8.scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
         x8, post8, post8_T, *weights8 = ctx.saved_tensors
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        norm_x = math.sqrt(x8.size(1))
-        norm_g = largest_row_norm(g)
-        g8 = cast8(g.contiguous(), E5M2_MAX / norm_g, E5M2)
-        # In units of 2 norm_g norm_down norm_x norm_up / 57344.
+        x_scale = math.sqrt(x8.size(1)) / E4M3_MAX
+        post_scale = E4M3_MAX**3 * (x_scale * up8.scale) ** 2
+        g8, g_scale = to_fp8(g.contiguous(), E5M2)
+        # The gradient before relu^2 is 2 (g down^T) sqrt(post).
         before8, before8_T = linear_relu2(g8, down8.matrix, post8, E4M3_MAX**-1.5 / 2)
-        unit = 2 * norm_g * down8.row_norm * up8.row_norm * (norm_x / E5M2_MAX / E4M3_MAX)
-        dx = product8(before8, up8.transposed, unit * up8.row_norm, g.dtype, fast=True)
-        dup = product8(before8_T, transpose8(x8), unit * norm_x, g.dtype)
-        unit = (norm_x * up8.row_norm) ** 2 * norm_g / (E4M3_MAX * E5M2_MAX)
-        ddown = product8(post8_T, transpose8(g8), unit, g.dtype)
+        before_scale = 2 * E4M3_MAX**3 * g_scale * down8.scale * up8.scale * x_scale
+        dx = product8(before8, up8.transposed, before_scale * up8.scale, g.dtype, fast=True)
+        dup = product8(before8_T, transpose8(x8), before_scale * x_scale, g.dtype)
+        ddown = product8(post8_T, transpose8(g8), post_scale * g_scale, g.dtype)
         return dx, dup, ddown, *(None,) * 6
 
 
-def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
     """relu(x up^T)^2 down, (T, D); with the weights as Weight8 too in fp8, see MLP8."""
     if up8 is not None:
-        return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
-    return F.relu(x_TD @ up_FD.T).square() @ down_FD
+        check_normed(normed_TD)
+        return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
+    return F.relu(normed_TD @ up_FD.T).square() @ down_FD
 
 
 # -- sliding-window attention on packed documents, faster than torch's varlen_attn. Query i sees keys
@@ -4019,10 +4089,11 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
 # q and k are written once and not read; a second kernel computes their gradient.
 
 
-def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
-    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q and k normalised and rotated, q times the scale (0-D, no gradient)."""
+def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q and k normalised and rotated, q times a factor (0-D, no gradient)."""
     q, k, v = qkv.unbind(1)
-    return rotate(times(scale, norm(q)), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK), v
+    q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
+    return q, rotate(norm(k), cos_TK, sin_TK), v
 
 
 NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
@@ -4030,16 +4101,16 @@ NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 b
 
 @jit
 def linear_rotate_kernel(
-    a, b, cos, sin, out, rstd, unit, scale,
+    a, b, cos, sin, out, rstd, ab_scale, q_factor,
     T, H, eps,
     D: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """From a b^T unit to out, whose q and k went through norm and rotation, and rstd (T, 2, H).
+    """From a b^T ab_scale to out, whose q and k went through norm and rotation, and rstd (T, 2, H).
 
     Descriptors of a (T, D), b (3 H K, D), cos and sin (T, 2, K / 2), out (T, 6 H, K / 2). A tile is
     BM rows of one head of q, k or v.
     """
-    size = tl.load(unit)
+    product_scale = tl.load(ab_scale)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, BM) * 3 * H, PROGRAMS, flatten=True):
         m0 = tile // (3 * H) * BM
         head = tile % (3 * H)
@@ -4048,14 +4119,14 @@ def linear_rotate_kernel(
             acc = tl.dot(a.load([m0, d0]), b.load([head * K, d0]).T, acc)
 
         # The quarters that are rotated together, in both halves.
-        x0, x1 = tl.split(tl.permute(tl.reshape(acc * size, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
+        x0, x1 = tl.split(tl.permute(tl.reshape(acc * product_scale, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
         part = head // H
         if part < 2:
             squares = tl.sum(tl.sum(x0 * x0 + x1 * x1, 2), 1)
             factor = tl.rsqrt(squares / K + eps)
             t = m0 + tl.arange(0, BM)
             tl.store(rstd + (t * 2 + part) * H + head % H, factor, mask=t < T)
-            factor *= tl.load(scale, mask=part == 0, other=1.0)
+            factor *= tl.load(q_factor, mask=part == 0, other=1.0)
             C = cos.load([m0, 0, 0]) * factor[:, None, None]
             S = sin.load([m0, 0, 0]) * factor[:, None, None]
             turned = x0 * C + x1 * S
@@ -4070,11 +4141,15 @@ ROTATE_TILES = dict(BM=256, BD=128, num_warps=8, num_stages=3)
 
 @torch.library.custom_op(f"{OPS}::linear_rotate", mutates_args=(), tags=ANY_LAYOUT)
 def linear_rotate(
-    a: Tensor, b: Tensor, unit: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+    a: Tensor, b: Tensor, ab_scale: Tensor, cos: Tensor, sin: Tensor, q_factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """norm_rotate of a b^T unit in one tensor (T, 3, H, K), and rstd (T, 2, H); a (T, D), b (3 H K, D) in fp8."""
+    """norm_rotate of a b^T ab_scale in one tensor (T, 3, H, K), and rstd, 1 / RMS of the heads of q and k.
+
+    Args:    e4m3 a (T, D), b (3 H K, D); cos, sin 16 bits (T, 1, K); ab_scale, q_factor fp32, 0-D
+    Returns: (T, 3, H, K) in the dtype of cos; fp32 (T, 2, H)
+    """
     T, D = a.shape
-    out, rstd = empty_linear_rotate(a, b, unit, cos)
+    out, rstd = empty_linear_rotate(a, b, ab_scale, cos)
     _, _, H, K = out.shape
     BM, BD = (ROTATE_TILES[name] for name in ("BM", "BD"))
     describe = TensorDescriptor.from_tensor
@@ -4083,12 +4158,12 @@ def linear_rotate(
     halves = [describe(x.contiguous().view(T, -1, K // 2), quarters) for x in (cos, sin, out)]
     programs = persistent_programs(triton.cdiv(T, BM) * 3 * H)
     sizes = (T, H, NORM_EPS, D, K, programs)
-    linear_rotate_kernel[(programs,)](*operands, *halves, rstd, unit, scale, *sizes, **ROTATE_TILES)
+    linear_rotate_kernel[(programs,)](*operands, *halves, rstd, ab_scale, q_factor, *sizes, **ROTATE_TILES)
     return out, rstd
 
 
 @linear_rotate.register_fake
-def empty_linear_rotate(a, b, unit, cos, *rest):
+def empty_linear_rotate(a, b, ab_scale, cos, *rest):
     T, K = a.size(0), cos.size(-1)
     H = b.size(0) // (3 * K)
     return cos.new_empty(T, 3, H, K), cos.new_empty(T, 2, H, dtype=torch.float32)
@@ -4096,16 +4171,16 @@ def empty_linear_rotate(a, b, unit, cos, *rest):
 
 @jit
 def norm_rotate_grad_kernel(
-    qkv, rstd, dq, dk, dv, cos, sin, scale, largest, unit, out,
+    qkv, rstd, dq, dk, dv, cos, sin, q_factor, largest, g_scale, out,
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, divided by unit.
+    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, divided by g_scale.
 
     A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
     With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
     the part of the gradient along y. Without out, `largest` grows to the largest of these numbers and of the
-    first channel of dv; from that the other call computes unit.
+    first channel of dv; from that the other call computes g_scale.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     head = row % H
@@ -4114,27 +4189,27 @@ def norm_rotate_grad_kernel(
     C = load_rows(cos, t, K, T, K).to(tl.float32)
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
-        inverse = 1.0
+        inverse_scale = 1.0
         more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64: at least `every`
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
         # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
         # the largest number, 57344) and fall below by 21.
-        size = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
-        tl.store(unit, size, mask=tl.program_id(0) == 0)
-        inverse = 1.0 / size
+        scale = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
+        tl.store(g_scale, scale, mask=tl.program_id(0) == 0)
+        inverse_scale = 1.0 / scale
     for part in tl.static_range(2):
         gradient = dq if part == 0 else dk
         dy = load_rows(gradient, t * H + head, K, T * H, K).to(tl.float32)
         result = (t * 3 + part) * H + head
         y = load_rows(qkv, result, K, T * 3 * H, K).to(tl.float32)
-        s = tl.load(scale) if part == 0 else 1.0
+        s = tl.load(q_factor) if part == 0 else 1.0
         along = (tl.sum(y * dy, 1) / (K * s))[:, None]
         dn = s * dy - y * along
         dy = load_rows(gradient, t * H + head, K, T * H, K, K // 4).to(tl.float32)
         y = load_rows(qkv, result, K, T * 3 * H, K, K // 4).to(tl.float32)
         other = s * dy - y * along
-        factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse
+        factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse_scale
         dx = (dn * C - other * S) * factor[:, None]
         if out is None:
             top = tl.maximum(top, tl.max(tl.abs(dx)))
@@ -4144,7 +4219,7 @@ def norm_rotate_grad_kernel(
     if out is None:
         tl.atomic_max(largest, tl.maximum(top, tl.max(tl.abs(g))))
     else:
-        store_rows(out, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
+        store_rows(out, g * inverse_scale, (n * 3 + 2) * H + head, K, 3 * N * H, K)
 
 
 ROTATE_ROWS = 8  # of a program
@@ -4153,23 +4228,26 @@ ROTATE_ROWS = 8  # of a program
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
 def norm_rotate_grad(
     qkv: Tensor, rstd: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    cos: Tensor, sin: Tensor, scale: Tensor,
+    cos: Tensor, sin: Tensor, q_factor: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient before norm and rotation, e5m2 (T, 3, H, K), and the fp32 scale it was divided by, 0-D."""
-    tensors = [t.contiguous() for t in (qkv, rstd, dq, dk, dv, cos, sin, scale)]
+    """The gradient before norm and rotation in fp8: e5m2 (T, 3, H, K), and its scale.
+
+    Args: qkv and rstd from linear_rotate; dq, dk, dv (T, H, K); the others as there
+    """
+    tensors = [t.contiguous() for t in (qkv, rstd, dq, dk, dv, cos, sin, q_factor)]
     T, _, H, K = qkv.shape
 
     dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
     largest = torch.zeros((), device=qkv.device)
-    unit = torch.empty_like(largest)
+    g_scale = torch.empty_like(largest)
 
     # The scale comes from every 63rd token, odd as documents often begin at multiples of 64, and from one
     # channel of all values, as sampled tokens may have no gradient.
     for out, every in ((None, 63), (dqkv, 1)):
         N = math.ceil(T / every)
         grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-        norm_rotate_grad_kernel[grid](*tensors, largest, unit, out, T, N, H, every, K, ROTATE_ROWS)
-    return dqkv, unit
+        norm_rotate_grad_kernel[grid](*tensors, largest, g_scale, out, T, N, H, every, K, ROTATE_ROWS)
+    return dqkv, g_scale
 
 
 @norm_rotate_grad.register_fake
@@ -4181,40 +4259,39 @@ class QKV8(torch.autograd.Function):
     """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
     @staticmethod
-    def forward(ctx, x, w, cos, sin, scale, *weight8):
+    def forward(ctx, x, w, cos, sin, q_factor, *weight8):
         w8 = Weight8(*weight8)
-        norm_x = math.sqrt(x.size(1))
-        x8 = cast8(x, E4M3_MAX / norm_x)
-        unit = w8.row_norm * (norm_x / E4M3_MAX**2)
-        qkv, rstd = linear_rotate(x8, w8.matrix, unit, cos, sin, scale)
-        ctx.save_for_backward(x8, qkv, rstd, cos, sin, scale, *w8)
+        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
+        x8 = cast8(x, 1 / x_scale)
+        qkv, rstd = linear_rotate(x8, w8.matrix, x_scale * w8.scale, cos, sin, q_factor)
+        ctx.save_for_backward(x8, qkv, rstd, cos, sin, q_factor, *w8)
         return qkv.unbind(1)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, qkv, rstd, cos, sin, scale, *weight8 = ctx.saved_tensors
+        x8, qkv, rstd, cos, sin, q_factor, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
-        norm_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, scale)
+        x_scale = math.sqrt(x8.size(1)) / E4M3_MAX
+        g8, g_scale = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, q_factor)
         g8 = g8.view(len(x8), -1)
-        dx = product8(g8, w8.transposed, unit * w8.row_norm / E4M3_MAX, dq.dtype, fast=True)
-        dw = product8(transpose8(g8), transpose8(x8), unit * (norm_x / E4M3_MAX), dq.dtype)
+        dx = product8(g8, w8.transposed, g_scale * w8.scale, dq.dtype, fast=True)
+        dw = product8(transpose8(g8), transpose8(x8), g_scale * x_scale, dq.dtype)
         return dx, dw, *(None,) * 6
 
 
-def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
+def project_qkv(normed_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor, w8=None):
     """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
-    K = cos_TK.size(-1)
-    # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
-    if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
-        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
+    if w8 is not None:
+        check_normed(normed_TD)
+        return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
     # Validation and decoding run this outside of a compiled model.
-    eager = x_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     rotated = compile_once(norm_rotate) if eager else norm_rotate
-    return rotated(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
+    qkv = F.linear(normed_TD, w).view(len(normed_TD), 3, -1, cos_TK.size(-1))
+    return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
-# <<< shared: sections_10_to_12
+# <<< shared: sections_9_to_12
 
 
 if __name__ == "__main__":

@@ -40,14 +40,13 @@ sys.path[:1] = [str(ROOT)]
 import torch
 import torch.nn.functional as F
 
-import train_medium as M
 import train_small as K
 
 START = time.perf_counter()
 TABLE = []  # the lines printed at the end
 FAILED = []  # names of what failed
 LIMIT = {}  # what the device reaches: "bf16" and "fp8" in TFLOP/s, "copy" in GB/s
-CAP = (23.0, 5.0, 7.5)
+CAP = K.Softcap(23.0, 5.0, 7.5)
 bf16 = torch.bfloat16
 
 
@@ -170,7 +169,7 @@ def time_ce() -> None:
         total, _ = K.linear_cross_entropy(x, w, targets, CAP, chunk=chunk, fp8=fp8)
         torch.autograd.grad(total, (x, w))
 
-    kinds = ("bf16", "fp8") if K.fits_fp8(x) else ("bf16",)
+    kinds = ("bf16", "fp8") if K.has_fp8_products(x) else ("bf16",)
     for kind in kinds:
         for chunk in (8192, 16384, 32768, 65536):
             name = f"linear_cross_entropy {T}, {kind}, chunk {chunk}"
@@ -357,7 +356,7 @@ def fp8_cases() -> Iterator[Part]:
             return K.mlp_relu2(*leaves, *weights8(leaves[1:], fp8))
 
         def product(leaves, fp8):
-            return M.linear8(*leaves, *weights8(leaves[1:], fp8)) if fp8 else F.linear(*leaves)
+            return K.linear8(*leaves, *weights8(leaves[1:], fp8))
 
         yield Part(f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D)
         yield Part(f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D)
@@ -388,7 +387,7 @@ def main() -> int:
     parts = args.parts or list(PARTS)
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
         sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
-    if not K.fits_fp8(randn(8, 8)):
+    if not K.has_fp8_products(randn(8, 8)):
         parts = [part for part in parts if part not in ("mlp", "qkv", "fp8")]
         say("mlp, qkv and fp8 skipped: they need the shared memory of a Hopper or a B200")
     torch.manual_seed(0)

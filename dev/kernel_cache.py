@@ -33,24 +33,27 @@ def launch_kernels(script, config, dtype) -> None:
     script.window_attention_grad(q, k, v, o, do, lse, bounds)
 
     # Head and loss, in training and in validation.
-    fp8 = script.fits_fp8(q, D, F)
+    fp8 = script.fp8_products(config, q)
     weights = torch.tensor(script.loss_weights(config, 0))
     targets = torch.empty(len(weights), T, dtype=torch.int32)
-    token_weight = torch.empty(T) if fp8 else None
-    out = new(16, V, dtype=script.E5M2) if fp8 else None
-    script.softcap_ce(new(16, V), targets, weights, token_weight, config.softcap, out=out)
-    script.softcap_ce(new(16, V), targets[:1], weights[:1], None, config.softcap, grad=False)
+    token_weight = torch.empty(T) if "head" in fp8 else None
+    out = new(16, V, dtype=script.E5M2) if "head" in fp8 else None
+    cap = script.Softcap(*config.softcap) if config.softcap else None
+    script.softcap_ce(new(16, V), targets, weights, token_weight, cap, out=out)
+    script.softcap_ce(new(16, V), targets[:1], weights[:1], None, cap, grad=False)
 
     # Products of the layers in fp8.
+    x, up, post, qkv = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F), (3 * D, D)))
     if fp8:
-        x, up, post, qkv = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F), (3 * D, D)))
+        script.transpose8(x)
+    if "qkv" in fp8:
         number = torch.empty(1)
         turn = (new(T, 1, K), new(T, 1, K), number)
         script.linear_rotate(x, qkv, number, *turn)
+        script.norm_rotate_grad(new(T, 3, H, K), torch.empty(T, 2, H), *new(3, T, H, K), *turn)
+    if "MLP" in fp8:
         script.linear_relu2(x, up, None, 0.5)
         script.linear_relu2(new(T, D, dtype=script.E5M2), up, post, 0.5)
-        script.transpose8(x)
-        script.norm_rotate_grad(new(T, 3, H, K), torch.empty(T, 2, H), *new(3, T, H, K), *turn)
 
     # The optimizer.
     square = torch.empty(2, D, D, dtype=torch.bfloat16)
@@ -90,7 +93,8 @@ def main() -> None:
         driver.launcher_cls(kernel.src, kernel.metadata)  # a C program for the host
 
     triton.JITFunction.run = compile_only
-    script.use_triton = lambda x, least=(8, 0): capability >= least
+    script.use_triton = lambda x: True
+    script.has_fp8_products = lambda x: x.dtype == torch.bfloat16 and (9, 0) <= capability < (12, 0)
     launch_kernels(script, config, dtype)
 
 

@@ -96,9 +96,8 @@ def describe_model(model) -> dict:
             "AutoModelForCausalLM": "modeling_decoderstack.DecoderStackForCausalLM",
         },
         **export_portable.sizes(c),
-        "tie_word_embeddings": getattr(c, "tied", True),
-        "x0_injection": getattr(c, "x0_injection", False),
-        "injects_first": hasattr(model, "residual"),
+        "tie_word_embeddings": c.tied,
+        "x0_injection": c.x0_injection,
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2, the usual form.
         "final_logit_softcapping": high / 2,
         "logit_scale": high / (4 * slope),
@@ -110,18 +109,14 @@ def describe_model(model) -> dict:
 def layer_scalars(model, layer: int) -> dict[str, Tensor]:
     """The learned scalars of a layer that cannot be folded into a matrix."""
     c = model.config
-    is_medium = hasattr(model, "residual")
-    found = {}
-    if is_medium:
-        found["resid_attn"] = model.residual[layer]
-        if c.x0_injection:
-            found["share_x0"] = model.scalars[0, layer]
-    else:
-        found["resid_mlp"] = model.scalars[1, layer]
-        if layer in c.attention_layers:
-            found["resid_attn"] = model.scalars[0, layer]
+    attn, mlp, _, _, _, ngram, x0 = model.scalars[:, layer]  # in the order of the script's SCALARS
+    found = {"resid_mlp": mlp}
+    if layer in c.attention_layers:
+        found["resid_attn"] = attn
+    if c.x0_injection:
+        found["share_x0"] = x0
     if c.bigram_rows:
-        found["share_ngram"] = model.scalars[1 if is_medium else 5, layer]
+        found["share_ngram"] = ngram
     return found
 
 
@@ -135,7 +130,7 @@ def convert_weights(model) -> dict[str, Tensor]:
     V = c.vocab_size
     D = c.width
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
-    if not getattr(c, "tied", True):
+    if not c.tied:
         tensors["lm_head.weight"] = model.head[:V]
     if c.bigram_rows:
         tensors["model.ngram.pairs.weight"] = model.bigram_embed

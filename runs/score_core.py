@@ -324,7 +324,7 @@ def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
     config = model.config
     first_T11 = (inputs.positions_T == 0)[:, None, None]
 
-    def attend(index, layer, q, k, v):
+    def attend(layer, q, k, v):
         if layer in config.key_offset_layers:
             k = model.offset_keys(k, k[inputs.previous_T], first_T11)
         first = inputs.first_2T[int(layer in config.long_layers)]

@@ -83,7 +83,7 @@ TINY = {
 # Layers 1 and 3 have the long window and value embeddings.
 TINY_MEDIUM = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
-    "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
+    "long_layers": (1, 3), "pack_tokens": 128, "pack_docs": 8,
     "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
     "val_tokens": 1500, "mix_width": 0,
     "muon_lr": 0.023, "adam_lr": 0.006,

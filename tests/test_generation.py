@@ -164,7 +164,7 @@ def test_sample_check(run_dir, run_sample):
 
 @pytest.mark.parametrize(("args", "message"), [
     (("--prompt", "q" * 200), "context of 64"),
-    (("--attention", "varlen", "--device", "cpu"), "varlen cannot run here"),
+    (("--attention", "triton", "--device", "cpu"), "triton cannot run here"),
     (("--step", 1), "no checkpoint of step 1"),
 ])  # fmt: skip
 def test_sample_errors(run_dir, run_sample, args, message):

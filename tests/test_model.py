@@ -37,7 +37,7 @@ MEDIUM = {
     "trigram": ({"bigram_rows": 500, "trigram_ratio": 2.5}, {"bigram_rows": 500}),
     "x0_injection": ({"bigram_rows": 500}, {"bigram_rows": 500, "x0_injection": False}),
     "mix": ({"mix_width": 64}, {}),
-    "window_pattern": ({}, {"window_pattern": "S"}),
+    "long_layers": ({}, {"long_layers": (3,)}),
     "tied": ({"tied": True}, {}),
     "odd_layers": ({"num_layers": 3}, {}),
 }
@@ -175,7 +175,7 @@ def test_loss_is_the_cross_entropy_of_the_capped_logits():
     torch.testing.assert_close(nats.double(), expected, atol=1e-5, rtol=1e-5)
     z = torch.tensor([-9.0, 0.0, 4.0])
     by_hand = torch.tensor([23 / (1 + 2.718281828 ** (-(x + 5) / 7.5)) for x in z])
-    torch.testing.assert_close(ts.softcap(z, (23.0, 5.0, 7.5)), by_hand)
+    torch.testing.assert_close(ts.softcap(z, ts.Softcap(23.0, 5.0, 7.5)), by_hand)
 
 
 def test_flops_by_hand():
@@ -225,11 +225,13 @@ def test_every_parameter_gets_a_gradient(config):
         if name not in ("scalars", "embed", "value_embed", "bigram_embed", "trigram_embed"):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
             assert (parts.abs().amax(1) > 0).all(), name
-    with_attention = [True, True, False, True]  # layer 2 has none
-    rows = [with_attention, [True] * 4, with_attention, with_attention, [True] * 4, [True] * 4]
-    if config is CONFIGS["medium"]:  # no bigram embedding
-        rows = [[True] * 4, [False] * 4]
-    assert (model.scalars.grad != 0).tolist() == rows
+    for name, row in zip(ts.SCALARS, model.scalars.grad != 0, strict=True):
+        used = [True] * 4
+        if name in ("resid_attn", "scale_v", "scale_o"):
+            used = [layer in config.attention_layers for layer in range(4)]
+        if name == ("share_x0" if config is CONFIGS["default"] else "share_ngram"):  # which these models lack
+            used = [False] * 4
+        assert row.tolist() == used, name
     for name in {"embed", "value_embed", "bigram_embed", "trigram_embed"} & dict(model.named_parameters()).keys():
         assert (model.get_parameter(name).grad != 0).any(), name
 
@@ -282,8 +284,8 @@ def test_initial_weights():
     assert not torch.equal(a["embed"], c["embed"])
     assert a["mlp_bank"][1::2].abs().max() == 0 and all(p.isfinite().all() for p in a.values())
     assert abs(a["vo_bank"].std() * 64**0.5 - 0.5) < 0.02 and a["vo_bank"].abs().max() < 0.5 * (3 / 64) ** 0.5 + 1e-6
-    # Residual before attention and MLP; V, O, down; share of bigram.
-    by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.05])[:, None].expand(6, 4)
+    # Residual before attention and MLP; V, O, down; share of bigram; share of the input.
+    by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.05, 0.0])[:, None].expand(7, 4)
     torch.testing.assert_close(a["scalars"], by_hand)
 
 
@@ -297,7 +299,7 @@ def test_fp8_is_for_training(config, products, monkeypatch):
     """Not for validation; the gradients are within a quarter of the plain ones; its switches work."""
     module = script(config)
     references.fp8_on_cpu(monkeypatch, module)
-    calls, product8, batch = [], module.product8, pack(random_documents((60, 40, 28)))
+    calls, product8, batch = [], module.product8, pack(random_documents((61, 41, 29)))
     monkeypatch.setattr(module, "product8", lambda *args, **options: calls.append(0) or product8(*args, **options))
     scores, gradients = [], []
     for fp8 in (False, True):
@@ -335,7 +337,7 @@ def test_compiled_model(config, monkeypatch):
     for compiled in (False, True):
         model = random_model(config)
         forward = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager") if compiled else model
-        loss, nats = forward(*pack(random_documents((60, 40, 28))))
+        loss, nats = forward(*pack(random_documents((61, 41, 29))))
         (loss / 128).backward()
         results.append((loss, nats, *(p.grad for p in model.parameters())))
     tolerance = 3e-2 if config.fp8 else 1e-5  # fp8 may round the other way: 0.002 to 0.013 by weights and CPU

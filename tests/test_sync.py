@@ -19,7 +19,7 @@ def test_scripts_share_their_sections():
     different = sync.difference(sync.shared(small), sync.shared(medium), sync.SCRIPTS)
     assert different == [], "".join(different)
     assert min(sync.share(small), sync.share(medium)) >= 0.7
-    sections = "imports sections_2_and_3 layers forward sections_5_to_8 section_9 sections_10_to_12"
+    sections = "imports sections_2_to_8 sections_9_to_12"
     assert list(sync.shared(small)) == sections.split()
     assert b"\r" not in b"".join((ROOT / name).read_bytes() for name in sync.SCRIPTS)
 

@@ -390,7 +390,8 @@ def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], lay
         for plan, max_length in zip(inputs.plans, max_lengths, strict=True)
     ]
 
-    def attend(index, layer, q, k, v):  # (T, H, K) -> (T, H, K)
+    def attend(layer, q, k, v):  # (T, H, K) -> (T, H, K)
+        index = config.attention_layers.index(layer)
         long = int(layer in config.long_layers)
         plan = inputs.plans[long]
         keys = cache.keys[index].flatten(0, 1)
@@ -449,7 +450,8 @@ def decode(model, cache: KVCache, tokens_B, previous_2B, positions_B, layer_weig
     Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
     """
 
-    def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
+    def attend(layer, q, k, v):  # (B, H, K) -> (B, H, K)
+        index = model.config.attention_layers.index(layer)
         offset = layer in model.config.key_offset_layers
         rings = (cache.keys[index], cache.values[index])
         return decode_attention(q, k, v, *rings, positions_B, offset)

@@ -60,7 +60,6 @@ class DecoderStackConfig(PretrainedConfig):
     gate_width: int = 12  # channels that a gate reads
 
     # The residual stream.
-    injects_first: bool = False  # before attention; otherwise between attention and MLP
     x0_injection: bool = True
     bigram_rows: int = 0  # 0: no n-gram embeddings
     trigram_rows: int = 0
@@ -258,7 +257,6 @@ class DecoderStackLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DecoderStackConfig, layer: int):
         super().__init__()
-        self.injects_first = config.injects_first
         self.self_attn = None
         if layer not in config.no_attention_layers:
             self.self_attn = DecoderStackAttention(config, layer)
@@ -268,8 +266,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         start = {}
         if self.self_attn is not None:
             start["resid_attn"] = 1.0
-        if not config.injects_first:
-            start["resid_mlp"] = 1.0
+        start["resid_mlp"] = 1.0
         if config.x0_injection:
             start["share_x0"] = 0.0
         if config.bigram_rows:
@@ -283,11 +280,6 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         Args: shared_input (B, T, D) what attention reads, None: x; x0, ngram, mixed (B, T, D) or
               None; mixed is added to the values
         """
-        if self.injects_first:
-            x = self.inject(times(self.scalars.resid_attn, x), x0, ngram)
-            x = x + self.self_attn(norm(x), context, past_key_values, mixed)
-            return x + self.mlp(norm(x))
-
         if self.self_attn is not None:
             attention_input = norm(x) if shared_input is None else shared_input
             y = self.self_attn(attention_input, context, past_key_values, mixed)

@@ -38,16 +38,14 @@ GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 # What Qwen3 has or lacks, as fields of the script's Config.
 QWEN = {
-    "swiglu": True, "rotary_full": True, "softcap": (), "bigram_rows": 0, "mix_width": 0,
-    "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
+    "swiglu": True, "rotary_full": True, "softcap": (), "tied": True, "x0_injection": False, "bigram_rows": 0,
+    "mix_width": 0, "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
 }  # fmt: skip
 
 
 def why_not_portable(model) -> str:
     """What a model has that Qwen3 lacks, or ""."""
     c = model.config
-    if hasattr(model, "residual"):
-        return "it is of train_medium.py"
     for name, value in QWEN.items():
         if getattr(c, name) != value:
             return f"it has {name}={getattr(c, name)}"
