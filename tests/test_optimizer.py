@@ -38,7 +38,7 @@ class TextbookMuon:
         rows, columns = polar.shape[-2:]
         mean_square = (polar**2).mean(-1 if rows >= columns else -2, keepdim=True)
         self.v = self.beta2 * self.v + (1 - self.beta2) * mean_square
-        update = polar / self.v**0.5
+        update = polar / self.v.clamp(min=1e-10) ** 0.5  # neurons that no token activates have none
         update *= (polar**2).sum((-2, -1), keepdim=True) ** 0.5 / (update**2).sum((-2, -1), keepdim=True) ** 0.5
         mask = (update * self.p >= 0).double()
         self.p = self.p - self.lr * self.mult * (update + self.decay * mask * self.p)
