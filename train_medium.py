@@ -946,12 +946,9 @@ class GPT(nn.Module):
         for row, (first, last) in zip(self.scalars, SCALARS.values(), strict=True):
             row.copy_(torch.linspace(first, last, c.num_layers))
         if c.bigram_rows:
-            self.init_signs()
-
-    def init_signs(self) -> None:
-        """Signs are saved with the weights, so other versions of torch may generate other ones."""
-        rng = torch.Generator().manual_seed(0)
-        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
+            # Saved with the weights, so other versions of torch may generate other signs.
+            rng = torch.Generator().manual_seed(0)
+            self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
 
     def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
         """The matrices of each layer, for a trunk or for many; those of products8 (see fp8_products) in fp8 too.
@@ -2584,28 +2581,22 @@ def describe_machine(ranks: Ranks) -> dict:
 def micro_batch_limit(config: Config, free: int) -> float:
     """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed.
 
-    What the backward needs of a token and a layer, in bytes, when torch.compile has chosen what to
-    keep; F = 4 D:
+    What torch.compile keeps of a token and a layer for the backward, in bytes; F = 4 D:
 
         residual stream at three points           6 D     after relu^2                           8 D
         inputs of qkv, o and up                   4 D     value embedding, every other layer     1 D
         q and k, before and after norm, rotary    8 D     sum 31 D
-        v, and the output of attention            4 D
-
-    fp8 products keep 26 D: inputs of 3 D, q and k only rotated, the activation with its transpose 8 D. With
-    `recompute` torch keeps 7 D, and all of one layer at a time, with gradients. Besides, gradients of this and
-    of earlier micro-batches need 4 bytes a parameter, fp8 copies of weights 1, the loss 3 bytes a logit of a
-    chunk. Weights, masters and moments are no longer in `free`.
+        v, and the output of attention            4 D     (in fp8 26 D)
     """
     c = config
     layer = 23 * c.width + 2 * c.mlp_width
     if not (c.compile and bf16_is_native()):
         layer *= 3
-    if c.recompute:
+    if c.recompute:  # 7 D of each layer, and all of one layer with its gradients
         layer = 7 * c.width + 2 * layer / c.num_layers
-    matrices = matmul_weights(c)
+    # Gradients of this and of earlier micro-batches, fp8 copies of weights, the loss of a chunk.
     tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
-    others = 5 * matrices + 4 * tables + 3 * 32768 * c.padded_vocab
+    others = 5 * matmul_weights(c) + 4 * tables + 3 * 32768 * c.padded_vocab
     # 0.65, as micro-batches of 32,768 tokens do not fit on an H100 of 80 GB (dev/LOG.md).
     usable = (0.9 if c.recompute else 0.65) * free
     return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
@@ -3281,9 +3272,9 @@ def use_triton(x: Tensor) -> bool:
 
 
 # Operator names are global. A second copy of this file in a process (that of a run directory) uses
-# the next free prefix.
-prefixes = (f"decoderstack{n}" for n in range(1000))
-OPS = next(name for name in prefixes if not hasattr(getattr(torch.ops, name), "linear_ce"))
+# the next free namespace.
+namespaces = (f"decoderstack{n}" for n in range(1000))
+OPS = next(name for name in namespaces if not hasattr(getattr(torch.ops, name), "linear_ce"))
 
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
@@ -3490,14 +3481,16 @@ def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
     c = config
     if not has_fp8_products(weight) or c.width % 16:
         return ()
-    products = ["head"] if c.fp8_head else []
     # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
-    if c.fp8 and not c.recompute:
-        # TMA asks for quarters of heads of 16 bytes, and a head of 256 would not fit into a program's registers.
-        products += ["qkv"] if c.head_dim in (32, 64, 128) else []
-        products += ["o"] if c.fp8_o else []
-        products += ["MLP"] if c.mlp_width % 16 == 0 and not c.swiglu else []
-    return tuple(products)
+    in_layers = c.fp8 and not c.recompute
+    fits = {
+        "head": c.fp8_head,
+        # TMA asks for quarters of heads of 16 bytes; heads of 256 would not fit into a program's registers.
+        "qkv": in_layers and c.head_dim in (32, 64, 128),
+        "o": in_layers and c.fp8_o,
+        "MLP": in_layers and c.mlp_width % 16 == 0 and not c.swiglu,
+    }
+    return tuple(product for product in fits if fits[product])
 
 
 def largest_row_norm(x: Tensor) -> Tensor:
@@ -3524,6 +3517,14 @@ def to_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """A copy of x (N, K) and its scale, the largest norm of a row over the dtype's largest number, fp32, 0-D."""
     scale = largest_row_norm(x) / torch.finfo(dtype).max
     return cast8(x, 1 / scale, dtype), scale
+
+
+def normed_to_fp8(x: Tensor) -> tuple[Tensor, float]:
+    """An e4m3 copy of x (T, D) and its scale, where rows have norm sqrt(D), as after norm(): nothing is searched."""
+    if not torch.compiler.is_compiling():  # longer rows would saturate in silence
+        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "the input of fp8 products must come from norm()"
+    scale = math.sqrt(x.size(1)) / E4M3_MAX
+    return cast8(x, 1 / scale), scale
 
 
 class Weight8(NamedTuple):
@@ -3931,14 +3932,8 @@ def empty_relu2(a, b, *rest):
     return a.new_empty(M, N), a.new_empty(N, M)
 
 
-def check_normed(x: Tensor) -> None:
-    """Scales below rely on rows of norm sqrt(D), as norm() makes them; larger ones would saturate in silence."""
-    if not torch.compiler.is_compiling():
-        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "rows are longer than sqrt(D): apply norm()"
-
-
 class MLP8(torch.autograd.Function):
-    """mlp_relu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
+    """mlp_relu2 with its six products in fp8.
 
     |x w^T| <= |x| |w| bounds the activation, and in the same way the gradient before it. The constants below
     bring these bounds to the largest number of a dtype.
@@ -3948,8 +3943,7 @@ class MLP8(torch.autograd.Function):
     def forward(ctx, x, up, down, *weights8):
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
-        x8 = cast8(x, 1 / x_scale)
+        x8, x_scale = normed_to_fp8(x)
         post8, post8_T = linear_relu2(x8, up8.matrix, None, E4M3_MAX**-3)
         post_scale = E4M3_MAX**3 * (x_scale * up8.scale) ** 2
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
@@ -3973,9 +3967,8 @@ class MLP8(torch.autograd.Function):
 
 
 def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); with the weights as Weight8 too in fp8, see MLP8."""
+    """relu(x up^T)^2 down, (T, D), of x from norm(); with the weights as Weight8 too in fp8, see MLP8."""
     if up8 is not None:
-        check_normed(normed_TD)
         return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
     return F.relu(normed_TD @ up_FD.T).square() @ down_FD
 
@@ -4155,6 +4148,8 @@ def _(q, *rest):
 
 
 class WindowAttention(torch.autograd.Function):
+    """window_attention with gradients of q, k and v."""
+
     @staticmethod
     def forward(ctx, q, k, v, bounds):
         o, lse = window_attention_forward(q, k, v, bounds)
@@ -4343,13 +4338,12 @@ def _(qkv, *rest):
 
 
 class QKV8(torch.autograd.Function):
-    """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
+    """project_qkv with fp8 products."""
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, q_factor, *weight8):
         w8 = Weight8(*weight8)
-        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
-        x8 = cast8(x, 1 / x_scale)
+        x8, x_scale = normed_to_fp8(x)
         qkv, rstd = linear_rotate(x8, w8.matrix, x_scale * w8.scale, cos, sin, q_factor)
         ctx.save_for_backward(x8, qkv, rstd, cos, sin, q_factor, *w8)
         return qkv.unbind(1)
@@ -4367,9 +4361,8 @@ class QKV8(torch.autograd.Function):
 
 
 def project_qkv(normed_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor, w8=None):
-    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; x from norm(), w8 a Weight8, see QKV8."""
     if w8 is not None:
-        check_normed(normed_TD)
         return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
     # Validation and decoding run this outside of a compiled model.
     eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -876,12 +876,9 @@ class GPT(nn.Module):
         for row, (first, last) in zip(self.scalars, SCALARS.values(), strict=True):
             row.copy_(torch.linspace(first, last, c.num_layers))
         if c.bigram_rows:
-            self.init_signs()
-
-    def init_signs(self) -> None:
-        """Signs are saved with the weights, so other versions of torch may generate other ones."""
-        rng = torch.Generator().manual_seed(0)
-        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
+            # Saved with the weights, so other versions of torch may generate other signs.
+            rng = torch.Generator().manual_seed(0)
+            self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
 
     def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
         """The matrices of each layer, for a trunk or for many; those of products8 (see fp8_products) in fp8 too.
@@ -3194,9 +3191,9 @@ def use_triton(x: Tensor) -> bool:
 
 
 # Operator names are global. A second copy of this file in a process (that of a run directory) uses
-# the next free prefix.
-prefixes = (f"decoderstack{n}" for n in range(1000))
-OPS = next(name for name in prefixes if not hasattr(getattr(torch.ops, name), "linear_ce"))
+# the next free namespace.
+namespaces = (f"decoderstack{n}" for n in range(1000))
+OPS = next(name for name in namespaces if not hasattr(getattr(torch.ops, name), "linear_ce"))
 
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
@@ -3403,14 +3400,16 @@ def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
     c = config
     if not has_fp8_products(weight) or c.width % 16:
         return ()
-    products = ["head"] if c.fp8_head else []
     # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
-    if c.fp8 and not c.recompute:
-        # TMA asks for quarters of heads of 16 bytes, and a head of 256 would not fit into a program's registers.
-        products += ["qkv"] if c.head_dim in (32, 64, 128) else []
-        products += ["o"] if c.fp8_o else []
-        products += ["MLP"] if c.mlp_width % 16 == 0 and not c.swiglu else []
-    return tuple(products)
+    in_layers = c.fp8 and not c.recompute
+    fits = {
+        "head": c.fp8_head,
+        # TMA asks for quarters of heads of 16 bytes; heads of 256 would not fit into a program's registers.
+        "qkv": in_layers and c.head_dim in (32, 64, 128),
+        "o": in_layers and c.fp8_o,
+        "MLP": in_layers and c.mlp_width % 16 == 0 and not c.swiglu,
+    }
+    return tuple(product for product in fits if fits[product])
 
 
 def largest_row_norm(x: Tensor) -> Tensor:
@@ -3437,6 +3436,14 @@ def to_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """A copy of x (N, K) and its scale, the largest norm of a row over the dtype's largest number, fp32, 0-D."""
     scale = largest_row_norm(x) / torch.finfo(dtype).max
     return cast8(x, 1 / scale, dtype), scale
+
+
+def normed_to_fp8(x: Tensor) -> tuple[Tensor, float]:
+    """An e4m3 copy of x (T, D) and its scale, where rows have norm sqrt(D), as after norm(): nothing is searched."""
+    if not torch.compiler.is_compiling():  # longer rows would saturate in silence
+        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "the input of fp8 products must come from norm()"
+    scale = math.sqrt(x.size(1)) / E4M3_MAX
+    return cast8(x, 1 / scale), scale
 
 
 class Weight8(NamedTuple):
@@ -3844,14 +3851,8 @@ def empty_relu2(a, b, *rest):
     return a.new_empty(M, N), a.new_empty(N, M)
 
 
-def check_normed(x: Tensor) -> None:
-    """Scales below rely on rows of norm sqrt(D), as norm() makes them; larger ones would saturate in silence."""
-    if not torch.compiler.is_compiling():
-        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "rows are longer than sqrt(D): apply norm()"
-
-
 class MLP8(torch.autograd.Function):
-    """mlp_relu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
+    """mlp_relu2 with its six products in fp8.
 
     |x w^T| <= |x| |w| bounds the activation, and in the same way the gradient before it. The constants below
     bring these bounds to the largest number of a dtype.
@@ -3861,8 +3862,7 @@ class MLP8(torch.autograd.Function):
     def forward(ctx, x, up, down, *weights8):
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
-        x8 = cast8(x, 1 / x_scale)
+        x8, x_scale = normed_to_fp8(x)
         post8, post8_T = linear_relu2(x8, up8.matrix, None, E4M3_MAX**-3)
         post_scale = E4M3_MAX**3 * (x_scale * up8.scale) ** 2
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
@@ -3886,9 +3886,8 @@ class MLP8(torch.autograd.Function):
 
 
 def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); with the weights as Weight8 too in fp8, see MLP8."""
+    """relu(x up^T)^2 down, (T, D), of x from norm(); with the weights as Weight8 too in fp8, see MLP8."""
     if up8 is not None:
-        check_normed(normed_TD)
         return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
     return F.relu(normed_TD @ up_FD.T).square() @ down_FD
 
@@ -4068,6 +4067,8 @@ def _(q, *rest):
 
 
 class WindowAttention(torch.autograd.Function):
+    """window_attention with gradients of q, k and v."""
+
     @staticmethod
     def forward(ctx, q, k, v, bounds):
         o, lse = window_attention_forward(q, k, v, bounds)
@@ -4256,13 +4257,12 @@ def _(qkv, *rest):
 
 
 class QKV8(torch.autograd.Function):
-    """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
+    """project_qkv with fp8 products."""
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, q_factor, *weight8):
         w8 = Weight8(*weight8)
-        x_scale = math.sqrt(x.size(1)) / E4M3_MAX
-        x8 = cast8(x, 1 / x_scale)
+        x8, x_scale = normed_to_fp8(x)
         qkv, rstd = linear_rotate(x8, w8.matrix, x_scale * w8.scale, cos, sin, q_factor)
         ctx.save_for_backward(x8, qkv, rstd, cos, sin, q_factor, *w8)
         return qkv.unbind(1)
@@ -4280,9 +4280,8 @@ class QKV8(torch.autograd.Function):
 
 
 def project_qkv(normed_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor, w8=None):
-    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; x from norm(), w8 a Weight8, see QKV8."""
     if w8 is not None:
-        check_normed(normed_TD)
         return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
     # Validation and decoding run this outside of a compiled model.
     eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
