@@ -47,13 +47,13 @@ os.environ.pop("TRITON_INTERPRET", None)
 import score_core
 import torch
 import triton
-from kernel_cache import launch_kernels
 from lib import engine
+from lib.kernel_cache import launch_kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-NUMBERS = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
+NUMBERS = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1)
 
 
 class NoDevice:

@@ -182,10 +182,10 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
 
 
 def test_quickstart_passes_flags_on(sandbox):
-    done, commands = start(sandbox, "quickstart.sh", "--steps", "20", "--set", "muon_lr=0.01")
+    done, commands = start(sandbox, "quickstart.sh", "--steps", "20", "--muon-lr", "0.01")
     run = commands[1].split()[3]
     assert re.fullmatch(r"out/quickstart_steps-20-set-muon-lr-0.01_\d+", run)
-    assert commands[1] == f"train_small.py @runs/cpu.args --run-dir {run} --steps 20 --set muon_lr=0.01", done.stderr
+    assert commands[1] == f"train_small.py @runs/cpu.args --run-dir {run} --steps 20 --muon-lr 0.01", done.stderr
     assert commands[-1] == f"runs/compressors.py {run}"
     done, commands = start(sandbox, "quickstart.sh", "--run-dir", "out/mine")
     assert done.returncode == 2 and not commands and "--run-dir" in done.stderr
@@ -351,7 +351,8 @@ def unrolled(command: str) -> list[str]:
     return [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()] if loop else [command]
 
 
-BY_HELP = "train_small.py runs/finetune_hf.py runs/rl.py runs/train_encoder.py runs/finetune_encoder.py".split()
+BY_HELP = ("train_small.py", "train_medium.py", "runs/finetune_hf.py", "runs/rl.py", "runs/train_encoder.py",
+           "runs/finetune_encoder.py")  # fmt: skip
 
 
 def known_flags(script: str) -> set[str]:
@@ -397,8 +398,8 @@ SMOKE = (
     (r"--vocab-size (16384|4096)", "--vocab-size 400"),
     (r"--tokens 50000000", "@runs/tiny.args --steps 2 --data data/shards/mine"),
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
-    (r"@runs/cpu.args (@runs/portable.args) --set mlp_width=512 (.*) --tokens 614400",
-     r"@runs/tiny.args \1 --set window_short=256 \2 --steps 2"),
+    (r"@runs/cpu.args (@runs/portable.args) --mlp-width 512 (.*) --tokens 614400",
+     r"@runs/tiny.args \1 --window-short 256 \2 --steps 2"),
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
@@ -518,12 +519,10 @@ def test_pages_name_real_flags_fields_and_files():
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages}
     text = "".join(texts.values())
     scripts = [str(path.relative_to(ROOT)) for folder in ("data", "runs") for path in (ROOT / folder).glob("*.py")]
-    scripts += ["train_small.py", "runs/speedrun_small.sh"]
+    scripts += ["train_small.py", "train_medium.py", "runs/speedrun_small.sh"]
     flags = {f for script in scripts for f in known_flags(script)} | {"--help", "--nproc_per_node"}
     mentioned = set(re.findall(r"`(--[a-z_-]+)", text))
     assert mentioned <= flags, mentioned - flags
-    fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}
-    assert set(re.findall(r"--set ([a-z_]+)=", text)) <= fields
 
     for name, page in texts.items():
         for link in re.findall(r"\]\(([\w/.-]+)\)", page):

@@ -39,7 +39,7 @@ GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # What Qwen3 has or lacks, as fields of the script's Config.
 QWEN = {
     "swiglu": True, "rotary_full": True, "softcap": (), "tied": True, "x0_injection": False, "bigram_rows": 0,
-    "mix_width": 0, "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
+    "mudd_width": 0, "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
 }  # fmt: skip
 
 
