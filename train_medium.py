@@ -713,7 +713,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def scale_fp32(scalar: Tensor, x: Tensor) -> Tensor:
-    """A learned fp32 scalar, 0-D, times x, in the dtype of x. Eager torch would round the scalar to bf16 first."""
+    """A learned scalar, fp32 0-D, times x, in the dtype of x; eager torch would first round it to bf16."""
     if torch.compiler.is_compiling():
         return scalar * x
     return (scalar.view(1) * x).to(x.dtype)
@@ -723,8 +723,8 @@ def rotary_table(config: Config) -> Tensor:
     """Cosines and sines for rotate(), fp32 (2, max_seq_len, K).
 
         quarter of a head       0     1     2     3
-        cosines of angles      cos   cos    1     1      a pair lies in quarters 0 and 1; the others do not turn
-        sines                  sin  -sin    0     0      (with rotary_full they hold pairs as well)
+        cosines of angles      cos   cos    1     1      pairs lie in quarters 0 and 1; 2 and 3 do not
+        sines                  sin  -sin    0     0      turn, or with rotary_full hold pairs too
     """
     K = config.head_dim
     exponents = np.linspace(0, 1, K // 4)
@@ -742,14 +742,14 @@ def rotary_table(config: Config) -> Tensor:
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of both halves of each head, (T, H, K); cos_TK, sin_TK (T, 1, K) from rotary_table()."""
+    """Rotary embedding of both halves of each head, (T, H, K); cos, sin (T, 1, K) by rotary_table()."""
     # Swaps quarters. Unlike cat(), flip() keeps the compiled kernel free of branches.
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
 
 
 class Softcap(NamedTuple):
-    """Logits become height * sigmoid((x + shift) / width): bounded, and asymmetric as most logits are negative."""
+    """height * sigmoid((x + shift) / width): bounded logits, asymmetric because most are negative."""
 
     height: float
     shift: float
@@ -790,7 +790,7 @@ class HeadGates(torch.autograd.Function):
 
 
 class Stored(torch.autograd.Function):
-    """x, which a compiled model then computes once; else each reader would compute it from what x was made of."""
+    """x, which a compiled model then computes once; else each reader would compute it anew."""
 
     @staticmethod
     def forward(ctx, x):
@@ -839,7 +839,7 @@ class GPT(nn.Module):
     """Decoder-only transformer. Parameters are listed in parameter_table; all others are buffers."""
 
     def __init__(self, config: Config, device="cpu", dtype=torch.float32):
-        """Without values: init_weights() or load_state_dict() fills them in, choose_attention() sets attention."""
+        """Weights are set later, by init_weights() or load_state_dict(), and so is attention."""
         super().__init__()
         self.config = c = config
         D = c.width
@@ -894,11 +894,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """All initialisation in one table. Zero projections make each block start as the identity."""
+        """All initialisation in one table. Zero projections let each block start as the identity."""
         c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
-        self.head.normal_(0, 0.005, generator=rng)  # if tied, the input's table too, which is normalised anyway
+        self.head.normal_(0, 0.005, generator=rng)  # if tied also the input, which is normalised
         if not c.tied:
             self.embed.normal_(0, 0.8, generator=rng)
         self.qk_bank.uniform_(-c.init_qkv * bound, c.init_qkv * bound, generator=rng)
@@ -915,7 +915,7 @@ class GPT(nn.Module):
             self.value_embed.normal_(0, 0.01, generator=rng)
         if c.mudd_width:
             self.mix_in.uniform_(-bound, bound, generator=rng)
-            # The last layer wants the input in its values. From 0 some seeds find that late, or never.
+            # The last layer wants the input in its values; from 0 some seeds find that late or never.
             self.mix_out[0] = 0.01
         if c.trigram_rows:
             self.trigram_proj.normal_(0, self.trigram_proj.size(1) ** -0.5, generator=rng)
@@ -924,13 +924,14 @@ class GPT(nn.Module):
         if c.bigram_rows:
             # Saved with the weights, so other versions of torch may generate other signs.
             rng = torch.Generator().manual_seed(0)
-            self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
+            bits = torch.randint(0, 2, self.bigram_signs.shape, generator=rng)
+            self.bigram_signs.copy_(bits * 2 - 1)
 
     def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
-        """The matrices of each layer, for a trunk or for many; those of products8 (see fp8_products) in fp8 too.
+        """The matrices of each layer, for a trunk or for many; those of products8 in fp8 as well.
 
-        Scalars multiply matrices where they can: they have fewer numbers than activations (record 47),
-        and a decoder needs that only once.
+        Scalars multiply matrices where they can: these have fewer numbers than activations (record
+        47), and a decoder needs that only once.
         """
         c = self.config
         scalar = dict(zip(SCALARS, self.scalars, strict=True))
@@ -988,7 +989,7 @@ class GPT(nn.Module):
         x = inputs.x0
         shared_input = None
         for layer, w in enumerate(weights):
-            # Before the last layer, each token mixes input and stream: once for the values, once for the stream.
+            # Before the last layer, each token mixes input and stream, for its values and its stream.
             mixed = None
             if c.mudd_width and layer == c.num_layers - 1:
                 mixed, more = self.mix(x, inputs.x0)
@@ -1008,7 +1009,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """One layer: attention and MLP, each added to the residual stream x (T, D).
 
-        Attention reads shared_input (T, D), or x if that is None (record 77); mixed (T, D) or None is
+        shared_input (T, D) is what attention reads, x if None (record 77); mixed (T, D) or None is
         added to its values.
         """
         c = self.config
@@ -1067,14 +1068,15 @@ class GPT(nn.Module):
 
     def ngram_tables(self) -> list[Tensor]:
         """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
-        return [getattr(self, name) for name in ("bigram_embed", "trigram_embed") if hasattr(self, name)]
+        names = ("bigram_embed", "trigram_embed")
+        return [getattr(self, name) for name in names if hasattr(self, name)]
 
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
-        """For each of ngram_tables(), the rows of the table and of bigram_signs of each token, int64 (T,)."""
+        """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
         t = tokens_T.long()
         p, q = previous_2T.long()
 
-        # Pairs. The last row stands for tokens with none before them: nothing may leak from the document before.
+        # Pairs. The last row is that of first tokens: nothing may leak from the document before.
         short_T = positions_T < 1
         last = self.config.bigram_rows - 1
         row_T = ((36313 * t) ^ (27191 * p)) % last
@@ -1153,7 +1155,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        """The half of each key without position is the previous token's, to find what followed it (record 49)."""
+        """The half of each key without position is the previous token's: what followed it? (record 49)"""
         K = k_THK.size(-1)
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
@@ -3176,8 +3178,8 @@ def main(argv: list[str] | None = None) -> int:
 
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
-# attention(model, positions int (T,), cu_seqlens int32 (G + 1,), max_doc) prepares what all layers share and
-# returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
+# attention(model, positions int (T,), cu_seqlens int32 (G + 1,), max_doc) prepares what all layers
+# share and returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already is scaled.
 # Query i sees keys j of its own document with i - window <= j <= i.
 
 
@@ -3223,7 +3225,7 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
+    """FlashAttention 3 from the Hugging Face hub (Hopper), not measured here, so only if asked for."""
     try:
         from kernels import get_kernel
 
@@ -3274,7 +3276,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Kernels run on CUDA tensors of at most 16 bits an entry, from Ampere on; plain code does the rest."""
+    """Kernels run on CUDA tensors of at most 16 bits, from Ampere on; plain code does the rest."""
     fits = triton is not None and x.is_cuda and x.itemsize <= 2
     return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
@@ -3284,23 +3286,23 @@ def use_triton(x: Tensor) -> bool:
 namespaces = (f"decoderstack{n}" for n in range(1000))
 OPS = next(name for name in namespaces if not hasattr(getattr(torch.ops, name), "linear_ce"))
 
-# Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
+# Of operators that take any strides; to others torch.compile hands a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
-# With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width of the Softcap, s = z / a and
-# lse = log sum_j exp z_j: row t has N terms, targets[k, t] with weight w_k. Those with a negative target are left out.
-# S is the sum of the token's w_k.
+# With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width, s = z / a and
+# lse = log sum_j exp z_j: row t has N terms, targets[k, t] with weight w_k. Those with a negative
+# target are left out. S is the sum of the token's w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap: Softcap | None, first=0, grad=True):
+def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
     """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
 
-    Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,); token_weight fp32
-          (T,) or None
+    Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,);
+          token_weight fp32 (T,) or None; cap a Softcap or None
     """
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
@@ -3308,7 +3310,7 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap: Softcap | N
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum. Most is in place: memory limits a CPU.
+    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum. In place, as memory limits a CPU.
     if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
@@ -3356,7 +3358,7 @@ def to_bf16(x):
 
 @jit
 def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
-    """h = tanh((x + b) / 2c) of the columns j, and e = exp(z - a) = exp(a (h - 1) / 2); s (1 - s) is (1 - h^2) / 4."""
+    """Of columns j: h = tanh((x + b) / 2c), so that s (1 - s) = (1 - h^2) / 4, and e = exp(z - a)."""
     x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
     h = fast_tanh(x * (0.5 / c) + b * (0.5 / c), FAST)
     slope = a * 0.7213475204444817  # log2(e) / 2
@@ -3417,7 +3419,7 @@ def softcap_ce_kernel(
             g = g * tl.load(token_weight + t)
         v = v.to(tl.float32) * (g * W / total)
         tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
-        # Equal targets share a column. The barrier, bar.sync of PTX, orders these stores behind those above.
+        # Equal targets share a column. The barrier (bar.sync) orders these stores behind those above.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
         g_t = g * v_t * (W * e_t / total - w)
         tl.debug_barrier()
@@ -3425,7 +3427,7 @@ def softcap_ce_kernel(
 
 
 def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=True, out=None):
-    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`."""
+    """As softcap_ce_cpu in a read and a write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
     terms = len(term_weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
@@ -3469,10 +3471,10 @@ def transpose8(x: Tensor) -> Tensor:
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
 # -- fp8 products
-# An fp8 tensor stands for matrix * scale, where x_scale, a 0-D fp32 tensor or a number, is the scale of x8. Weights and
-# activations are e4m3, gradients e5m2, sums fp32. Scales come from norms of rows where these bound what is cast:
-# nothing of size (T, F) is searched for its maximum, and nothing is carried from step to step. A bound may be far off:
-# e4m3 has 18 binades, e5m2 32.
+# An fp8 tensor stands for matrix * scale: x8 for x8 * x_scale, fp32 0-D or a number. Weights and
+# activations are e4m3, gradients e5m2, sums fp32. Scales come from norms of rows, which bound what
+# is cast: nothing of size (T, F) is searched for its maximum, and nothing is carried from step to
+# step. A bound may be far off, as e4m3 has 18 binades and e5m2 32.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
@@ -3485,15 +3487,15 @@ def has_fp8_products(x: Tensor) -> bool:
 
 
 def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
-    """Which products of training are in fp8, some of head, qkv, o and MLP, for weights such as the given one."""
+    """The products of training in fp8, some of head, qkv, o and MLP, for weights such as this one."""
     c = config
     if not has_fp8_products(weight) or c.width % 16:
         return ()
-    # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
+    # torch 2.11 keeps what an autograd.Function saves even if told to recompute.
     in_layers = c.fp8 and not c.recompute
     fits = {
         "head": c.fp8_head,
-        # TMA asks for quarters of heads of 16 bytes; heads of 256 would not fit into a program's registers.
+        # TMA asks for quarters of heads of 16 bytes; heads of 256 do not fit into registers.
         "qkv": in_layers and c.head_dim in (32, 64, 128),
         "o": in_layers and c.fp8_o,
         "MLP": in_layers and c.mlp_width % 16 == 0 and not c.swiglu,
@@ -3507,7 +3509,7 @@ def largest_row_norm(x: Tensor) -> Tensor:
 
 
 def cast8(x: Tensor, inverse_scale: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
-    """x times 1 / scale, rounded once: eager torch would first round a 0-D factor to the dtype of x."""
+    """x times 1 / scale, rounded once; eager torch would first round a 0-D factor as x."""
     return (x.float() * inverse_scale).to(dtype)
 
 
@@ -3522,16 +3524,17 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """A copy of x (N, K) and its scale, the largest norm of a row over the dtype's largest number, fp32, 0-D."""
+    """A copy of x (N, K) and its scale, fp32 0-D: the largest norm of a row over the dtype's maximum."""
     scale = largest_row_norm(x) / torch.finfo(dtype).max
     return cast8(x, 1 / scale, dtype), scale
 
 
 def normed_to_fp8(x: Tensor) -> tuple[Tensor, float]:
-    """An e4m3 copy of x (T, D) and its scale, where rows have norm sqrt(D), as after norm(): nothing is searched."""
+    """An e4m3 copy of x (T, D) and its scale, where rows have norm sqrt(D), as after norm()."""
+    row_norm = math.sqrt(x.size(1))
     if not torch.compiler.is_compiling():  # longer rows would saturate in silence
-        assert largest_row_norm(x) < 1.02 * math.sqrt(x.size(1)), "the input of fp8 products must come from norm()"
-    scale = math.sqrt(x.size(1)) / E4M3_MAX
+        assert largest_row_norm(x) < 1.02 * row_norm, "inputs of fp8 products must come from norm()"
+    scale = row_norm / E4M3_MAX
     return cast8(x, 1 / scale), scale
 
 
@@ -3576,11 +3579,11 @@ class Linear8(torch.autograd.Function):
 
 
 def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
-    """F.linear(x, w): (T, N) in the dtype of x; with w8 in fp8. Gradients are in the dtypes of x and w."""
+    """F.linear(x, w), (T, N) in the dtype of x; with w8 in fp8. Gradients have the dtypes of x and w."""
     return F.linear(x_TK, w_NK) if w8 is None else Linear8.apply(x_TK, w_NK, *w8)
 
 
-def scale_head_gradient(x, term_weights, token_weight, cap: Softcap | None) -> tuple[Tensor, Tensor]:
+def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
     # |gradient| <= slope * sum of term weights * token weight
     slope = 1.0 if cap is None else cap.height / (4 * cap.width)
@@ -3599,7 +3602,7 @@ def linear_ce(
     targets: Tensor, term_weights: Tensor, token_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, nats, dx and dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
+    """Loss, nats, dx, dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
     softcap = Softcap(*cap) if cap else None  # operators take no tuples of their own
     T = len(x)
     fp8 = x_scale is not None
@@ -3683,7 +3686,8 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
 
     The forward computes the gradients, a chunk of logits at a time; the backward only multiplies them.
     """
-    term_weights = torch.ones(len(targets), device=x.device) if term_weights is None else term_weights
+    if term_weights is None:
+        term_weights = torch.ones(len(targets), device=x.device)
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits
         chunk = min(chunk, max(2**26 // len(w), 1))
@@ -3917,7 +3921,11 @@ RELU2_TILES = dict(BM=128, BN=128, BK=128, GROUP=4, num_warps=4, num_stages=3)
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
 def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    """relu(a b^T)^2 factor, or with post 2 (a b^T) sqrt(post) factor, fp8 as a (M, N), and its transpose (N, M)."""
+    """relu(a b^T)^2 factor, or with post 2 (a b^T) sqrt(post) factor; also transposed.
+
+    Args:    fp8 a (M, K), b (N, K), post (M, N) or None; factor a constant
+    Returns: (M, N) and (N, M) in the dtype of a
+    """
     M, K = a.shape
     N = len(b)
     out, out_T = empty_relu2(a, b)
@@ -3974,14 +3982,14 @@ class MLP8(torch.autograd.Function):
 
 
 def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """relu(x up^T)^2 down, (T, D), of x from norm(); with the weights as Weight8 too in fp8, see MLP8."""
+    """relu(x up^T)^2 down, (T, D), for an x from norm(); with up8 and down8 in fp8, see MLP8."""
     if up8 is not None:
         return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
     return F.relu(normed_TD @ up_FD.T).square() @ down_FD
 
 
-# -- sliding-window attention on packed documents, faster than torch's varlen_attn. Query i sees keys
-# bounds[0, i] <= j <= i; key j is seen by queries j <= i <= bounds[1, j]; both bounds never decrease.
+# -- sliding-window attention on packed documents, faster than torch's varlen_attn. Query i sees
+# keys bounds[0, i] <= j <= i; key j is seen by queries j <= i <= bounds[1, j]; no bound decreases.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
@@ -3995,7 +4003,7 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 @jit
 def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
-    """Rows of one head, `stride` numbers apart. SWAP, a power of two: neighbouring pieces of so many swap places."""
+    """Rows of one head, `stride` numbers apart. SWAP, a power of two: neighbours of that size swap."""
     column = tl.arange(0, D)
     if SWAP:  # the hints keep loads wide
         column = tl.max_contiguous(tl.multiple_of(column ^ SWAP, SWAP), SWAP)
@@ -4015,7 +4023,7 @@ def attention_forward_kernel(
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of BM queries and one head a program. q, k, v, o (T, H, D) with strides sq to so, lse (H, T)."""
+    """A block of BM queries and a head a program; q, k, v, o (T, H, D), strides sq to so, lse (H, T)."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -4179,7 +4187,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
-    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q and k normalised and rotated, q times a factor (0-D, no gradient)."""
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised and rotated, q times a factor (fp32 0-D)."""
     q, k, v = qkv.unbind(1)
     q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
     return q, rotate(norm(k), cos_TK, sin_TK), v
@@ -4208,7 +4216,8 @@ def linear_rotate_kernel(
             acc = tl.dot(a.load([m0, d0]), b.load([head * K, d0]).T, acc)
 
         # The quarters that are rotated together, in both halves.
-        x0, x1 = tl.split(tl.permute(tl.reshape(acc * product_scale, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
+        acc *= product_scale
+        x0, x1 = tl.split(tl.permute(tl.reshape(acc, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
         part = head // H
         if part < 2:
             squares = tl.sum(tl.sum(x0 * x0 + x1 * x1, 2), 1)
@@ -4232,7 +4241,7 @@ ROTATE_TILES = dict(BM=256, BD=128, num_warps=8, num_stages=3)
 def linear_rotate(
     a: Tensor, b: Tensor, ab_scale: Tensor, cos: Tensor, sin: Tensor, q_factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """norm_rotate of a b^T ab_scale in one tensor (T, 3, H, K), and rstd, 1 / RMS of the heads of q and k.
+    """norm_rotate of a b^T ab_scale in one tensor, and rstd, 1 / RMS of the heads of q and k.
 
     Args:    e4m3 a (T, D), b (3 H K, D); cos, sin 16 bits (T, 1, K); ab_scale, q_factor fp32, 0-D
     Returns: (T, 3, H, K) in the dtype of cos; fp32 (T, 2, H)
@@ -4247,7 +4256,8 @@ def linear_rotate(
     halves = [describe(x.contiguous().view(T, -1, K // 2), quarters) for x in (cos, sin, out)]
     programs = persistent_programs(triton.cdiv(T, BM) * 3 * H)
     sizes = (T, H, NORM_EPS, D, K, programs)
-    linear_rotate_kernel[(programs,)](*operands, *halves, rstd, ab_scale, q_factor, *sizes, **ROTATE_TILES)
+    tensors = (*operands, *halves, rstd, ab_scale, q_factor)
+    linear_rotate_kernel[(programs,)](*tensors, *sizes, **ROTATE_TILES)
     return out, rstd
 
 
@@ -4264,7 +4274,7 @@ def norm_rotate_grad_kernel(
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, divided by g_scale.
+    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, over g_scale.
 
     A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
     With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
@@ -4335,7 +4345,8 @@ def norm_rotate_grad(
     for out, every in ((None, 63), (dqkv, 1)):
         N = math.ceil(T / every)
         grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-        norm_rotate_grad_kernel[grid](*tensors, largest, g_scale, out, T, N, H, every, K, ROTATE_ROWS)
+        sizes = (T, N, H, every, K, ROTATE_ROWS)
+        norm_rotate_grad_kernel[grid](*tensors, largest, g_scale, out, *sizes)
     return dqkv, g_scale
 
 
@@ -4367,8 +4378,8 @@ class QKV8(torch.autograd.Function):
         return dx, dw, *(None,) * 6
 
 
-def project_qkv(normed_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor, w8=None):
-    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; x from norm(), w8 a Weight8, see QKV8."""
+def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = None) -> tuple:
+    """norm_rotate of x w^T, for an x from norm() and w (3 H K, D); with w8 in fp8, see QKV8."""
     if w8 is not None:
         return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
     # Validation and decoding run this outside of a compiled model.

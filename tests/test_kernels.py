@@ -323,6 +323,15 @@ def test_mlp_fp8(device, monkeypatch):
         assert torch.equal(a, b * power)
 
 
+def test_inputs_of_fp8_products_come_from_norm():
+    """Their scale is that of rows of norm sqrt(D), and longer ones would saturate."""
+    x = F.rms_norm(torch.randn(96, 64), (64,))
+    x8, scale = K.normed_to_fp8(x)
+    assert scale == 8 / 448 and (x8.float() * scale - x).abs().max() < x.abs().max() / 15
+    with pytest.raises(AssertionError, match="norm"):
+        K.normed_to_fp8(3 * x)
+
+
 @devices
 def test_weights_fp8(device):
     """Each matrix of a bank with its own scale; scales lie 16 bytes apart, which cuBLAS asks for."""

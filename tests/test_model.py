@@ -1,10 +1,12 @@
 """The model: documents in a pack do not see each other or the future, and every technique does what it should."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import train_medium as tm
 import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -343,3 +345,44 @@ def test_compiled_model(config, monkeypatch):
     tolerance = 3e-2 if config.fp8 else 1e-5  # fp8 may round the other way: 0.002 to 0.013 by weights and CPU
     for plain, traced in zip(*results, strict=True):
         assert (traced - plain).norm() <= tolerance * plain.norm() + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "wanted", "gpu", "chosen"),
+    [(16, "auto", True, ts.triton_attention), (24, "auto", True, ts.sdpa_attention),
+     (8, "auto", True, ts.sdpa_attention), (16, "auto", False, ts.sdpa_attention),
+     (16, "sdpa", True, ts.sdpa_attention), (16, "triton", False, None), (24, "triton", True, None)],
+)  # fmt: skip
+def test_attention_is_chosen_by_the_shape_and_the_gpu(head_dim, wanted, gpu, chosen, monkeypatch):
+    """The kernel takes heads of a power of two; what is asked for and cannot run is refused."""
+    monkeypatch.setattr(ts, "use_triton", lambda x: gpu)
+    model = ts.GPT(tiny_config(width=48 * 4, head_dim=head_dim, attention=wanted))
+    said = []
+    if chosen is None:
+        with pytest.raises(ts.UserError, match="--attention triton cannot run here"):
+            ts.choose_attention(model)
+    else:
+        assert ts.choose_attention(model, said.append) is chosen
+        assert said == [f"attention: {chosen.__name__.removesuffix('_attention')}"]
+
+
+def test_flash_attention_3_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ts.UserError, match="--attention fa3 cannot be loaded .*; leave it out"):
+        ts.choose_attention(ts.GPT(tiny_config(attention="fa3")))
+
+
+@pytest.mark.parametrize(
+    ("config", "products"),
+    [(ts.Config(), "head qkv MLP"), (tm.Config(num_layers=2), "head qkv o MLP"), (ts.Config(fp8=False), "head"),
+     (ts.Config(fp8_head=False), "qkv MLP"), (ts.Config(head_dim=256), "head MLP"),
+     (ts.Config(swiglu=True), "head qkv"), (ts.Config(mlp_width=3000), "head qkv"),
+     (tm.Config(num_layers=2, recompute=True), "head"), (ts.Config(width=768 + 8, head_dim=8), "")],
+)  # fmt: skip
+def test_fp8_is_chosen_by_the_shape(config, products, monkeypatch):
+    """Which products of training a Hopper runs in fp8; none without one."""
+    small = dataclasses.replace(config, bigram_rows=0, vocab_size=300)
+    model = script(config).GPT(small, device="meta")
+    assert model.fp8_products == ()
+    monkeypatch.setattr(script(config), "has_fp8_products", lambda x: True)
+    assert script(config).GPT(small, device="meta").fp8_products == tuple(products.split())
