@@ -808,17 +808,19 @@ def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
 
 
 class LayerWeights(NamedTuple):
-    """The matrices of one layer as they are used; None for what a layer lacks."""
+    """The matrices of one layer as they are used; None for what a layer lacks.
+
+    Products in fp8 read copies, of names that end in 8; the matrices themselves receive the gradients.
+    """
 
     qkv: Tensor | None  # (3 D, D)
     o: Tensor | None  # (D, D)
+    qkv8: Weight8 | None
+    o8: Weight8 | None
     up: Tensor  # (F, D), or (2 F, D) with the gate first
     down: Tensor  # (F, D)
-    # Copies that products in fp8 read. The matrices above receive the gradients.
-    qkv8: Weight8 | None = None
-    o8: Weight8 | None = None
-    up8: Weight8 | None = None
-    down8: Weight8 | None = None
+    up8: Weight8 | None
+    down8: Weight8 | None
 
 
 class Inputs(NamedTuple):
@@ -950,19 +952,21 @@ class GPT(nn.Module):
         v = scaled(of_attention(scalar["scale_v"]), v)
         o = scaled(of_attention(scalar["scale_o"]), o)
         qkv = torch.cat((self.qk_bank, v), 1)
-        attention = zip(qkv.unbind(0), o.unbind(0), copies("qkv", qkv), copies("o", o), strict=True)
+        attentions = zip(qkv.unbind(0), o.unbind(0), copies("qkv", qkv), copies("o", o), strict=True)
 
         # Of all layers.
         up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
         down = scaled(scalar["scale_down"], down)
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
-        mlp = zip(up.unbind(0), down.unbind(0), copies("MLP", up), copies("MLP", down), strict=True)
+        mlps = zip(up.unbind(0), down.unbind(0), copies("MLP", up), copies("MLP", down), strict=True)
 
         weights = []
-        for layer, (up, down, up8, down8) in enumerate(mlp):
-            qkv, o, qkv8, o8 = next(attention) if layer in c.attention_layers else [None] * 4
-            weights.append(LayerWeights(qkv, o, up, down, qkv8, o8, up8, down8))
+        for layer, mlp in enumerate(mlps):
+            attention = (None,) * 4
+            if layer in c.attention_layers:
+                attention = next(attentions)
+            weights.append(LayerWeights(*attention, *mlp))
         return weights
 
     def trunk(
@@ -3658,6 +3662,8 @@ def _(x, w, x_scale, w_scale, targets, term_weights, token_weight, cap, chunk, g
 
 
 class LinearCE(torch.autograd.Function):
+    """linear_cross_entropy with gradients of x and w."""
+
     @staticmethod
     def forward(ctx, x, w, fp8, *arguments):
         x_scale = w_scale = None
@@ -4139,6 +4145,7 @@ def window_attention_forward(
 def window_attention_grad(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous (T, H, K), from that of o and what the forward returned."""
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
     do = do.contiguous()
@@ -4178,7 +4185,7 @@ class WindowAttention(torch.autograd.Function):
 
 
 def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
-    """Attention (T, H, K) in 16 bits, K a power of two; q, k, v may be views of a packed qkv."""
+    """Attention (T, H, K) in 16 bits, K a power of two; q, k, v may be views of one tensor."""
     return WindowAttention.apply(q_THK, k_THK, v_THK, bounds)
 
 
