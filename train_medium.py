@@ -2148,8 +2148,7 @@ def describe_start(run: Run, description: dict) -> None:
         "machine": run.machine,
         "dataset_fingerprint": job.fingerprint,
     }
-    description = {"command": job.command, **description, **this_start}
-    description |= job.description
+    description = {"command": job.command, **this_start, **job.description, **description}
     description["config"] = dataclasses.asdict(job.config)
     description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
     description["starts"] = [*description.get("starts", []), this_start]

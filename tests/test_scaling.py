@@ -186,8 +186,6 @@ def test_speedrun(sandbox):
         (pretrain,) = [line for line in lines if line.startswith("train_medium.py")]
         args = tm.build_parser().parse_args(pretrain.replace("@runs", f"@{ROOT}/runs").split()[1:])
         assert args.run_dir == run and args.data.startswith("data/shards/")
-        for setting in args.set:
-            tm.parse_override(setting)
 
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
