@@ -3606,7 +3606,7 @@ def linear_ce(
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx, dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
-    softcap = Softcap(*cap) if cap else None  # operators take no tuples of their own
+    cap = Softcap(*cap) if cap else None  # operators take no named tuples
     T = len(x)
     fp8 = x_scale is not None
     dtype = torch.bfloat16 if fp8 else x.dtype
@@ -3620,7 +3620,7 @@ def linear_ce(
     g8 = None  # the buffer of an fp8 gradient
     if fp8 and grad:
         w_T = transpose8(w)
-        g_scale, g_weight = scale_head_gradient(x, term_weights, token_weight, softcap)
+        g_scale, g_weight = scale_head_gradient(x, term_weights, token_weight, cap)
         g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
@@ -3629,7 +3629,7 @@ def linear_ce(
             logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
         else:
             logits = x[own] @ w.T
-        arguments = (targets, term_weights, g_weight, softcap, start, grad)
+        arguments = (targets, term_weights, g_weight, cap, start, grad)
         if use_triton(logits):
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
