@@ -153,7 +153,12 @@ class Config:
     trigram_ratio: float = 0.0  # rows of a narrower table of token triples, for each bigram row; 0: off
     x0_injection: bool = True  # a share of the input in the stream of every layer
     mudd_width: int = 128  # hidden width of the weights that mix the last layer's input (MUDDFormer); 0: off
-    gate_width: int = 12  # channels that the gates of value embeddings read
+    # Layers whose heads h and h + H/2 share one softmax over the keys of both (modded-nanogpt PR 191).
+    paired_layers: tuple = ()
+    # Layers where each head can take the token's own value out of what it returns (modded-nanogpt PR 264).
+    exclusive_layers: tuple = ()
+    gated_layers: tuple = ()  # layers with a gate on what each head returns
+    gate_width: int = 12  # channels that gates read
     attention_scale: float = 0.12  # factor on the products of queries and keys (record 20)
     rotary_base: float = 1024.0  # base of the rotary frequencies
     rotary_full: bool = False  # rotation of whole heads, not of half of each
@@ -347,6 +352,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "gate_bank":        Policy("normuon",   1.00,           (),           matrices, average=0.35),
         "scalars":          Policy("adam",      5.00,           (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,           (0.90, 0.99)),
+        "output_gate":      Policy("adam",      1.00,           (0.90, 0.99)),
+        "exclusion":        Policy("adam",      1.00,           (0.90, 0.99)),
         "mix_in":           Policy("adam",      0.25 * narrow,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025,          (0.90, 0.99)),
         "unembed":          head,
@@ -771,6 +778,23 @@ def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
     return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
 
+def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tensor:
+    """What attention returns, less tanh(strength) of its projection on the token's own value; strength fp32."""
+    y = y_THK.float()
+    v = v_THK.float()
+    projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return (y - torch.tanh(strength_H)[:, None] * projection * v).to(y_THK.dtype)
+
+
+def pair_heads(x_THK: Tensor) -> Tensor:
+    """(T, H, K) -> (2 T, H / 2, K): a row with the first half of a token's heads, then one with the second half.
+
+    Attention over these rows gives the heads h and h + H / 2 one softmax over the keys of both.
+    """
+    T, H, K = x_THK.shape
+    return x_THK.reshape(2 * T, H // 2, K)
+
+
 class HeadGates(torch.autograd.Function):
     """head_gates for the compiler: sums of a few products, which join the kernels around them."""
 
@@ -865,6 +889,10 @@ class GPT(nn.Module):
         if E:
             self.value_embed = weight(E * V, D)
             self.value_gate = weight(E, c.num_heads, c.gate_width)
+        if c.gated_layers:
+            self.output_gate = weight(len(c.gated_layers), c.num_heads, c.gate_width)
+        if c.exclusive_layers:
+            self.exclusion = weight(len(c.exclusive_layers), c.num_heads, dtype=torch.float32)
         if c.bigram_rows:
             self.bigram_embed = weight(c.bigram_rows, D)
             signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
@@ -884,7 +912,7 @@ class GPT(nn.Module):
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
         buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # prepare_loop fills them in
-        self.windows = (c.window_short, c.window_long)
+        self.windows = (c.window_short, c.window_long, 2 * c.window_short)  # the last: rows of paired layers
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
         self.attention: Callable | None = None
@@ -910,7 +938,7 @@ class GPT(nn.Module):
         self.mlp_bank[1::2].zero_()
         if c.swiglu:
             self.gate_bank.uniform_(-c.init_up * bound, c.init_up * bound, generator=rng)
-        for name in ("value_gate", "bigram_embed", "trigram_embed", "mix_out"):
+        for name in ("value_gate", "output_gate", "exclusion", "bigram_embed", "trigram_embed", "mix_out"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if c.value_embed_layers:
@@ -1042,7 +1070,13 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        return attend(layer, q, k, v).reshape(len(normed_TD), c.width)
+        y = attend(layer, q, k, v)
+        if layer in c.exclusive_layers:
+            y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
+        if layer in c.gated_layers:
+            gate_TH = head_gates(normed_TD, self.output_gate[c.gated_layers.index(layer)])
+            y = y * gate_TH[..., None]
+        return y.reshape(len(normed_TD), c.width)
 
     def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> Inputs:
         """Embeddings of each token and of the last two and three, and the rotary table."""
@@ -1121,11 +1155,16 @@ class GPT(nn.Module):
         """
         c = self.config
         first_T = (positions_T == 0)[:, None, None]
-        attention = self.attention(self, positions_T, cu_seqlens, max_doc)
+        attention = self.attention(self.windows[:2], positions_T, cu_seqlens, max_doc)
+        if c.paired_layers:
+            rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
+            paired = self.attention(self.windows[2:], rows_2T, 2 * cu_seqlens, 2 * max_doc)
 
         def attend(layer, q, k, v):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
+            if layer in c.paired_layers:
+                return paired(*map(pair_heads, (q, k, v)), 0).reshape(q.shape)
             return attention(q, k, v, int(layer in c.long_layers))
 
         previous_2T = previous_tokens(tokens_T)
@@ -1994,6 +2033,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
     windows = (c.window_short, c.window_long)
     keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
     attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
+    attended += keys_seen[0] * len(c.paired_layers)  # those of the other head
     return 6 * (attention + mlp + head) + 12 * c.width * attended
 
 
@@ -2984,9 +3024,14 @@ def check_model(config: Config) -> None:
     """Raises UserError if the shape of this model is impossible."""
     c = config
     without = set(c.no_attention_layers)
-    for layer in (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers):
+    of_attention = (*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers)
+    for layer in (*c.long_layers, *of_attention, *c.key_offset_layers, *c.no_attention_layers):
         require(0 <= layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
-    require(not without & {*c.value_embed_layers}, "a layer of value_embed_layers has no attention")
+    require(not without & {*of_attention}, "a layer of value_embed, paired, exclusive or gated_layers has no attention")
+    other = {*c.long_layers, *c.key_offset_layers}
+    require(not {*c.paired_layers} & other, "a layer of paired_layers is long or has a key offset")
+    even = c.num_heads % 2 == 0 or not c.paired_layers
+    require(even, f"paired_layers need an even number of heads, not {c.num_heads}")
     require(c.shared_input_from not in without, "shared_input_from is a layer without attention")
     require(c.shared_input_from >= 0, f"shared_input_from={c.shared_input_from} is no layer; 99 switches it off")
 
@@ -3181,9 +3226,9 @@ def main(argv: list[str] | None = None) -> int:
 
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
-# attention(model, positions int (T,), cu_seqlens int32 (G + 1,), max_doc) prepares what all layers
-# share and returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already is scaled.
-# Query i sees keys j of its own document with i - window <= j <= i.
+# attention(windows, positions int (T,), cu_seqlens int32 (G + 1,), max_doc) prepares what all layers
+# share and returns attend(q, k, v (T, H, K), index) -> (T, H, K), where q already is scaled. Query i
+# sees keys j of its own document with i - windows[index] <= j <= i.
 
 
 def block_mask(positions_T: Tensor, reach: int) -> Tensor:
@@ -3214,17 +3259,17 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.transpose(1, 2).reshape(T, H, K)
 
 
-def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+def sdpa_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
     """Plain torch, on any device and in any dtype."""
-    masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
-    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
+    masks = [block_mask(positions_T, min(window, max_doc)) for window in windows]
+    return lambda q, k, v, index: blocked_attention(q, k, v, masks[index])
 
 
-def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+def triton_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 12."""
     T = positions_T.numel()
-    bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
-    return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
+    bounds = [attention_bounds(cu_seqlens, T, window) for window in windows]
+    return lambda q, k, v, index: window_attention(q, k, v, bounds[index])
 
 
 def load_fa3_attention() -> Callable:
@@ -3237,11 +3282,11 @@ def load_fa3_attention() -> Callable:
         found = f"{type(error).__name__}: {str(error)[:120]}"
         raise UserError(f"--attention fa3 cannot be loaded ({found}); leave it out") from None
 
-    def fa3_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    def fa3_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
         sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
 
-        def attend(q, k, v, long):
-            window = (model.windows[long], 0)
+        def attend(q, k, v, index):
+            window = (windows[index], 0)
             y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
             return y[0] if isinstance(y, tuple) else y
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ ONE_STAGE = (1.0, 2, 1.0)
 # tests of packing, of the switch and, in test_generation.py, of decoding with a cache. First those of train_small.py.
 TECHNIQUES = {
     "key_offset": ({}, {"key_offset_layers": ()}),
+    "paired": ({"no_attention_layers": (), "paired_layers": (0, 2)}, {"no_attention_layers": ()}),
+    "exclusive": ({"exclusive_layers": (0, 1)}, {}),
+    "gated": ({"gated_layers": (0, 3)}, {}),
     "value_embed": ({}, {"value_embed_layers": ()}),
     "bigram": ({"trigram_ratio": 0.0}, {"bigram_rows": 0}),
     "trigram": ({}, {"trigram_ratio": 0.0}),
@@ -64,14 +66,14 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 both = pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["medium"]], ids=("small", "medium"))
 
 
-def dense_attention(model, positions_T, cu_seqlens, max_doc):
+def dense_attention(windows, positions_T, cu_seqlens, max_doc):
     """Reference: all scores, a full mask, a softmax. Knows documents from their borders only."""
 
     cu, t = cu_seqlens.long(), torch.arange(len(positions_T))
     starts = cu[torch.bucketize(t, cu, right=True) - 1]
 
-    def attend(q, k, v, long):
-        return references.window_attention(q, k, v, torch.maximum(starts, t - model.windows[long])[None])
+    def attend(q, k, v, index):
+        return references.window_attention(q, k, v, torch.maximum(starts, t - windows[index])[None])
 
     return attend
 
@@ -96,13 +98,42 @@ def test_blocked_attention_is_dense_attention(lengths, window, slack):
     q, k, v = torch.randn(3, T, 2, 8, generator=rng)
     positions = torch.cat([torch.arange(n) for n in lengths])
     ends = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
-    model = SimpleNamespace(windows=(window, 2 * window))
-    for long in (0, 1):
+    for index in (0, 1):
         got, want = (
-            make(model, positions, ends, max(lengths) + slack)(q, k, v, long)
+            make((window, 2 * window), positions, ends, max(lengths) + slack)(q, k, v, index)
             for make in (ts.sdpa_attention, dense_attention)
         )
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_paired_heads_by_their_definition():
+    """Head h of token t sees, in a row, the keys of heads h and h + 2 of the tokens before: one softmax over both."""
+    config = config_of({"no_attention_layers": (), "paired_layers": (0,), "window_short": 3, "exclusive_layers": (0,)})
+    model = random_model(config)
+    T, H, K = 11, config.num_heads, config.head_dim
+    q, k, v = torch.randn(3, T, H, K, generator=torch.Generator().manual_seed(0))
+    found = {}
+    model.trunk = lambda tokens, previous, positions, attend, *rest: found.update(y=attend(0, q, k, v)) or q.flatten(1)
+    positions = torch.cat((torch.arange(7), torch.arange(4)))
+    model(torch.arange(T), None, positions, torch.tensor([0, 7, 11]).int(), 64)
+    for t in range(T):
+        for h in range(H):
+            half = int(h >= H // 2)
+            row = 2 * t + half
+            # The keys as rows of (token, half) that are not older than twice the window.
+            seen = [(s, g) for s in range(t - int(positions[t]), t + 1) for g in (0, 1) if row - 6 <= 2 * s + g <= row]
+            keys = torch.stack([k[s, h % (H // 2) + g * (H // 2)] for s, g in seen])
+            values = torch.stack([v[s, h % (H // 2) + g * (H // 2)] for s, g in seen])
+            by_hand = torch.softmax(keys @ q[t, h], 0) @ values
+            torch.testing.assert_close(found["y"][t, h], by_hand)
+
+
+def test_exclusion_takes_out_the_own_value():
+    """At full strength nothing of the token's own value is left; at 0 nothing changes."""
+    y, v = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(ts.exclude_own_value(y, v, torch.zeros(3)), y)
+    left = ts.exclude_own_value(y, v, torch.full((3,), 20.0))
+    torch.testing.assert_close((left * v).sum(-1), torch.zeros(5, 3), atol=1e-5, rtol=0)
 
 
 @every_config
