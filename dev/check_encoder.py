@@ -1,7 +1,7 @@
 """Tries an exported encoder in sentence-transformers.
 
     pip install sentence-transformers             into an environment of its own, beside requirements-test.txt
-    python dev/check_encoder.py out/EMBED         a run of runs/finetune_encoder.py; a small one, it runs on the CPU
+    python dev/check_encoder.py out/EMBED         a small run of finetune_encoder.py; it runs on the CPU
 
 It exports the run to a temporary folder, embeds texts with the run and with sentence-transformers, and
 prints a line for each check. It ends with exit code 1 if embeddings differ by 1e-5 or more. CI does
@@ -26,7 +26,8 @@ if __name__ == "__main__":
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
+RUNS = Path(__file__).resolve().parents[1] / "runs"
+sys.path[:0] = [str(RUNS), str(RUNS / "encoder")]
 
 import export
 import finetune_encoder

@@ -4,7 +4,7 @@
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
     python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
     python runs/export.py FOLDER --gguf my-model.gguf       for an export of runs/portable.args, finetuned elsewhere
-    python runs/export.py out/embed --out export/embed      of runs/finetune_encoder.py, for sentence-transformers
+    python runs/export.py out/embed --out export/embed      an encoder, for sentence-transformers
 
 The folder holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json with the
 chat template, the model's code (export_model.py, whose logits equal the script's) and README.md with results and
@@ -299,6 +299,7 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
 @torch.no_grad()
 def export_encoder(run_dir: Path, out: Path) -> None:
     """Writes the repository of an encoder, weights last. Raises: RunError, OSError"""
+    sys.path.append(str(Path(__file__).with_name("encoder")))
     import finetune_encoder
     import train_encoder
 

@@ -146,7 +146,7 @@ def setting_rows(description: dict) -> dict:
         rows["seed"] = settings["seed"]
     elif "config" in description:
         rows["data"] = description["config"]["data"]
-    else:  # runs/finetune_hf.py
+    else:  # runs/huggingface/finetune_hf.py
         rows["model"] = description["model_name"]
     return rows
 

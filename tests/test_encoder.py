@@ -242,7 +242,7 @@ def test_resume_bit_for_bit(pretrained, tmp_path):
 
 def two_ranks(script: str, *argv) -> None:
     """Runs a command in two processes that know each other, as torchrun starts them."""
-    done = python(ROOT / "runs" / script, *argv, ranks=2)
+    done = python(ROOT / "runs/encoder" / script, *argv, ranks=2)
     assert done.returncode == 0, done.stderr
 
 
@@ -273,7 +273,8 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
         error = stops(te.main, "--resume", "--run-dir", pretrained, *others.split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
     assert "arguments are required: --run-dir" in stops(te.main, "--resume")
-    assert "is a run of runs/train_encoder.py; continue it with" in stops(ft.main, "--resume", "--run-dir", pretrained)
+    error = stops(ft.main, "--resume", "--run-dir", pretrained)
+    assert "is a run of runs/encoder/train_encoder.py; continue it with" in error
 
 
 # ---- pairs

@@ -1,4 +1,4 @@
-"""runs/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
+"""runs/huggingface/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
 
 import contextlib
 import copy
@@ -44,7 +44,7 @@ from transformers import (  # noqa: E402
 
 del os.environ["HF_HUB_OFFLINE"]  # the tests of other files have hubs of their own
 
-TEMPLATE = ROOT / "runs/lib/chat_template_qwen.jinja"
+TEMPLATE = ROOT / "runs/huggingface/chat_template_qwen.jinja"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,
@@ -235,7 +235,7 @@ def test_a_row_without_text_is_named(folder, tmp_path, capsys):
 ])  # fmt: skip
 def test_templates_by_hand(name, turn, end, answer):
     """Of Qwen3 with thoughts, and of Llama 3: what is counted ends each turn."""
-    tokenizer = byte_tokenizer((ROOT / f"runs/lib/chat_template_{name}.jinja").read_text())
+    tokenizer = byte_tokenizer((ROOT / f"runs/huggingface/chat_template_{name}.jinja").read_text())
     tokenizer.bos_token = ""
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm"}]
     batch = ft.tokenize_chats({"messages": [turns]}, tokenizer, "messages")
@@ -577,7 +577,7 @@ def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch
 # The imports take most of the time, so one process does them for both.
 TWO_RANKS = """
 import os, sys
-sys.path.insert(0, "runs")
+sys.path.insert(0, "runs/huggingface")
 import datasets, finetune_hf, matplotlib.pyplot, transformers.models.qwen2.modeling_qwen2
 child = os.fork()
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
@@ -617,7 +617,7 @@ def test_pretrain(folder, tmp_path):
     words = ["pretrain", "--model-name", folder / "model", "--data.path=json", "--data.data-files",
              folder / "texts.jsonl", "--val-rows", 5, "--sequence-length", 100, "--packs", 4, "--epochs", 1.5,
              "--lr", 0.01, "--workers", 2, "--recompute", "false", "--run-dir", tmp_path / "run"]  # fmt: skip
-    done = in_processes(folder, "runs/finetune_hf.py", *words)
+    done = in_processes(folder, "runs/huggingface/finetune_hf.py", *words)
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False
     log = entries(tmp_path / "run")
@@ -685,7 +685,7 @@ def test_later_settings_count(tmp_path):
     (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
-    (["--chat-template", ROOT / "runs/sft_qwen.toml"], "does not mark what the assistant says with {% generation %}"),
+    (["--chat-template", __file__], "does not mark what the assistant says with {% generation %}"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),

@@ -69,7 +69,8 @@ def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
     description = script.read_description(run_dir)
     found = description.get("command")
     if found != command:
-        tool = f"runs/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
+        folder = "runs/encoder" if found.endswith("_encoder") else "runs"
+        tool = f"{folder}/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
         raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
     return description
 

@@ -1,9 +1,9 @@
 """Pretrains or finetunes an existing causal language model of Hugging Face.
 
-    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py sft @runs/sft_qwen.toml --steps 100
-    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py pretrain @runs/pretrain_qwen.toml
-    python runs/finetune_hf.py sft @runs/sft_qwen.toml --lora-rank 16 --lr 2e-4
-    python runs/finetune_hf.py --resume --run-dir out/RUN
+    python runs/huggingface/finetune_hf.py sft @runs/huggingface/sft_qwen.toml --lora-rank 16 --lr 2e-4
+    python runs/huggingface/finetune_hf.py pretrain @runs/huggingface/pretrain_qwen.toml --steps 100
+    torchrun --standalone --nproc_per_node=8 runs/huggingface/finetune_hf.py sft @runs/huggingface/sft_qwen.toml
+    python runs/huggingface/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
 files (@FILE or @ FILE) and flags; the last one wins. It needs requirements-hf.txt.
@@ -34,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command import RunError, add_flags, check_settings, first_line, run_command, say
 from pydantic import BaseModel, Field
 
@@ -130,7 +131,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train_small
 
 train_small.UserError = RunError  # what its functions raise
@@ -316,7 +317,7 @@ def load_tokenizer(config: Config):
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         found = f"the chat template of {config.chat_template or config.model_name}"
-        advice = "use --chat-template FILE (runs/lib/chat_template_qwen.jinja or chat_template_llama3.jinja)"
+        advice = "use --chat-template FILE (runs/huggingface/chat_template_qwen.jinja or chat_template_llama3.jinja)"
         raise RunError(f"{found} does not mark what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 

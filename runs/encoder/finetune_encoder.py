@@ -1,8 +1,8 @@
 """Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
 
-    python runs/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
-    python runs/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
-    python runs/finetune_encoder.py --resume --run-dir out/embed                    continue a run
+    python runs/encoder/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
+    python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
+    python runs/encoder/finetune_encoder.py --resume --run-dir out/embed                    continue a run
 
 RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
 {"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from any corpus.
@@ -28,6 +28,8 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
 from pydantic import BaseModel, Field, StringConstraints, ValidationError

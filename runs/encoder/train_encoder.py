@@ -1,13 +1,13 @@
 """Pretrains an encoder as a masked language model.
 
-    python runs/train_encoder.py --data data/shards/mine --run-dir out/encoder
-    python runs/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
-    torchrun --standalone --nproc_per_node=8 runs/train_encoder.py --data data/shards/mine
+    python runs/encoder/train_encoder.py --data data/shards/mine --run-dir out/encoder
+    python runs/encoder/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
+    torchrun --standalone --nproc_per_node=8 runs/encoder/train_encoder.py --data data/shards/mine
 
 It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides. --size is small (12
 layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587). Loop, loader, optimizer, log and
 checkpoints are those of train_small.py. The architecture is EuroBERT's (pre-norm, rotary positions, SwiGLU, no
-biases), which transformers knows. runs/finetune_encoder.py finetunes it for retrieval, runs/export.py exports it.
+biases), which transformers knows. finetune_encoder.py finetunes it for retrieval, and runs/export.py exports it.
 
 Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
 """
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command import RunError, add_flags, check_settings, read_flags
 from lib.tuning import describe_run, read_data, tool_entries
 from pydantic import Field
@@ -124,7 +126,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 script = importlib.import_module("train_small")
 script.UserError = RunError  # what its functions raise
 

@@ -1,6 +1,6 @@
-"""Checks flags and numbers for runs/multi_node.sh before torchrun starts; prints the processes of each machine.
+"""Checks flags and numbers for runs/cluster/multi_node.sh before torchrun starts; prints the processes of each machine.
 
-    python runs/lib/check_nodes.py SCRIPT NODES GPUS [flags of SCRIPT]     GPUS may be empty
+    python runs/cluster/check_nodes.py SCRIPT NODES GPUS [flags of SCRIPT]     GPUS may be empty
 """
 
 import importlib
