@@ -84,20 +84,18 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
-import chat_eval
-import sft
 import torch
-from chat_eval import Item, complete
-from lib import engine
+from lib import chat_tasks, engine
+from lib.chat_tasks import Example, complete, sft
 
 
 @dataclass(frozen=True)
 class Task:
     """Questions, and what an answer is worth."""
 
-    train: Callable[[int, int], Item]  # (step, place in the step) -> a question to train on
-    test: list[Item]
-    reward: Callable[[Item, str], float]
+    train: Callable[[int, int], Example]  # (step, place in the step) -> a question to train on
+    test: list[Example]
+    reward: Callable[[Example, str], float]
     tools: bool  # whether the calculator may be used
     max_tokens: int  # in an answer
 
@@ -107,7 +105,7 @@ class Task:
 
 def digits_right(expected: str, text: str) -> float:
     """Share of right digits in the number behind ####, from the last on; 0 without a number."""
-    number = chat_eval.number_in(text)
+    number = chat_tasks.number_in(text)
     if number is None:
         return 0.0
     found = str(number)
@@ -115,18 +113,18 @@ def digits_right(expected: str, text: str) -> float:
     return sum(a == b for a, b in pairs) / max(len(expected), len(found))
 
 
-def sum_item(a: int, b: int) -> Item:
+def sum_item(a: int, b: int) -> Example:
     question, _ = sft.addition_texts(a, b)
-    return Item(question, str(a + b), chat_eval.same_number(f"#### {a + b}"))
+    return Example(question, str(a + b), chat_tasks.same_number(f"#### {a + b}"))
 
 
 def addition_task(settings: Settings) -> Task:
-    def train(step: int, place: int) -> Item:
+    def train(step: int, place: int) -> Example:
         rng = random.Random(f"{settings.seed} {step} {place}")
         return sum_item(*sft.random_sum(rng, settings.digits, "train"))
 
-    def reward(item: Item, text: str) -> float:
-        if item.right(text):
+    def reward(item: Example, text: str) -> float:
+        if item.is_correct(text):
             return 1.0
         return settings.partial * digits_right(item.expected, text)
 
@@ -140,19 +138,19 @@ def addition_task(settings: Settings) -> Task:
 def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     """Grade-school problems; `fits` tells whether the context has room for a question."""
     folder = Path(settings.files) if settings.files else None
-    train_items = [item for item in chat_eval.read_task("gsm8k", folder, part="train") if fits(item.question)]
-    test_items = [item for item in chat_eval.read_task("gsm8k", folder) if fits(item.question)]
+    train_items = [item for item in chat_tasks.read_task("gsm8k", folder, part="train") if fits(item.question)]
+    test_items = [item for item in chat_tasks.read_task("gsm8k", folder) if fits(item.question)]
     if not train_items or not test_items:
         wanted = "gsm8k*train* and gsm8k*test* with questions that fit the model's context"
         raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs {wanted}")
 
-    def train(step: int, place: int) -> Item:
+    def train(step: int, place: int) -> Example:
         count = len(train_items)
         epoch, index = divmod(step * settings.prompts + place, count)
         order = np.random.default_rng([settings.seed, epoch]).permutation(count)
         return train_items[order[index]]
 
-    reward = lambda item, text: float(item.right(text))
+    reward = lambda item, text: float(item.is_correct(text))
     return Task(train, test_items[: settings.eval_items], reward, True, MAX_TOKENS["gsm8k"])
 
 
@@ -173,7 +171,7 @@ def ends(completion: engine.Completion, text: str) -> bool:
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]:
+def judge(task: Task, tokenizer, item: Example, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
     for completion in completions:
@@ -297,7 +295,7 @@ class Learner:
         }
         return batch
 
-    def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
+    def ask(self, item: Example, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
         prompt = chat_format.question_ids(self.tokenizer, item.question)
         options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
@@ -390,7 +388,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     tokens = settings.steps * world * config.pack_tokens
     config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
     tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
-    chat_eval.check_chat_tokens(tokenizer, home)
+    chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
         raise RunError(f"{home} was not finetuned, so none of its answers would be right; start from a finetuned run")
 

@@ -685,7 +685,7 @@ def test_later_settings_count(tmp_path):
     (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
-    (["--chat-template", __file__], "does not mark what the assistant says with {% generation %}"),
+    (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not mark what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),
