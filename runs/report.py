@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lib import chat_format
-from lib.command import RunError, first_line, print_note, run_command
+from lib.command import RunError, error_message, first_line, print_note, run_command
 
 # What the table shows of result.json, or of log.jsonl before there is one.
 METRICS = {
@@ -243,8 +243,11 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
         found = sample_texts(run, command)
-    except (RunError, RuntimeError) as error:  # torch's, if memory runs out
-        return [], f"no samples: {first_line(error)}"
+    except Exception as error:
+        message = error_message(error)
+        if not message and not isinstance(error, RuntimeError):  # torch's, if memory runs out on a CPU
+            raise
+        return [], f"no samples: {message or first_line(error)}"
     return found, f"## Samples of step {run.step:,}"
 
 

@@ -13,6 +13,7 @@ import pytest
 import train_small as ts
 import zstandard
 from lib import chat_tasks, run_program
+from lib.choices import scorer
 
 from conftest import ALONE, logits, random_model, tiny_config, write_run
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_encoder as te
+from lib.command import RunError
 from safetensors.torch import load_file
 
 from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
@@ -294,7 +295,7 @@ BAD_PAIRS = (
 def test_bad_pairs_are_refused(tmp_path, line, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"query": "a", "positive": "b"}\n' + line + "\n")
-    with pytest.raises(ts.UserError, match="pairs.jsonl line 2") as error:
+    with pytest.raises(RunError, match="pairs.jsonl line 2") as error:
         ft.read_pairs(path, 1)
     assert message in str(error.value)
 
@@ -305,7 +306,7 @@ def test_pairs_are_read(tmp_path):
     assert data.texts == ["a", "b\u2028b", "c", "e"]
     assert data.pairs == [ft.Pair(0, 1, (2,)), ft.Pair(3, 2, ())]
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ts.UserError, match="holds no pairs"):
+    with pytest.raises(RunError, match="holds no pairs"):
         ft.read_pairs(tmp_path / "empty.jsonl", 1)
 
 

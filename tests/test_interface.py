@@ -22,7 +22,7 @@ NAMES = """
     Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
-    build_optimizer train checkpoints newest_whole check_checkpoint load_checkpoint
+    build_optimizer train checkpoints CHECKPOINT_FILES newest_whole check_checkpoint load_checkpoint
     read_config read_description build_parser change_config run_command
 """.split()
 

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from lib.command import RunError, add_flags, check_settings, read_flags
+from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from lib.tuning import describe_run, read_data, tool_entries
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -128,7 +128,6 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 script = importlib.import_module("train_small")
-script.UserError = RunError  # what its functions raise
 
 
 def parameter_table(config: Config) -> dict:
@@ -415,7 +414,7 @@ def make_job(config: Config, dataset):
 
 
 def main(argv: list[str] | None = None) -> int:
-    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_new)))
+    return run_command(lambda: pretrain(read_flags(argv, __doc__, add_new)))
 
 
 if __name__ == "__main__":

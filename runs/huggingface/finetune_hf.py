@@ -134,8 +134,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train_small
 
-train_small.UserError = RunError  # what its functions raise
-
 # ---- training
 
 
@@ -637,7 +635,7 @@ def newest_whole(folder: Path) -> tuple[Path, dict] | None:
     for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
             return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
-        except (RunError, OSError, ValueError) as error:
+        except (train_small.UserError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 

@@ -74,7 +74,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
-    module.UserError = RunError  # its functions raise this from now on, so tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
