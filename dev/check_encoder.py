@@ -29,7 +29,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 sys.path[:0] = [str(RUNS), str(RUNS / "encoder")]
 
-import export
+import encoder_model
+import export_encoder
 import finetune_encoder
 import numpy as np
 import sentence_transformers
@@ -48,10 +49,10 @@ TEXTS = [
 
 def embed(run_dir: Path) -> np.ndarray:
     """Embeddings of TEXTS by the run itself."""
-    model, description, _ = finetune_encoder.load_encoder(run_dir)
+    model, description, _ = encoder_model.load_encoder(run_dir)
     data = finetune_encoder.Pairs(TEXTS, [])
-    tokenizer = finetune_encoder.script.Tokenizer(run_dir / "tokenizer.json")
-    data.tokenize(tokenizer, finetune_encoder.longest_text(description))
+    tokenizer = encoder_model.script.Tokenizer(run_dir / "tokenizer.json")
+    data.tokenize(tokenizer, encoder_model.max_text_len(description))
     with torch.no_grad():
         packed = finetune_encoder.pack_texts(data.sequences, torch.device("cpu"))
         return model.embed_texts(*packed).numpy()
@@ -66,7 +67,7 @@ def main() -> int:
     expected = embed(args.run_dir)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        export.export_encoder(args.run_dir, folder)
+        export_encoder.export_encoder(args.run_dir, folder)
         model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
         together = model.encode(TEXTS)
         alone = np.stack([model.encode(text) for text in TEXTS])

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import report
+from lib import report
 from lib.command import RunError, run_command
 from lib.tuning import read_data
 

@@ -21,11 +21,11 @@ import chat as chat_script
 import finetune
 import numpy as np
 import pytest
-import report as reports
 import torch
 import train_medium as tm
 import train_small as ts
 from lib import chat_format, engine, tuning
+from lib import report as reports
 from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip

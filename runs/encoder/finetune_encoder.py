@@ -36,7 +36,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 
 class Settings(BaseModel):
-    """The settings of a run, from its flags; the entry "contrast" of config.json."""
+    """The settings of a run, from its flags; the entry "finetune_encoder" of config.json."""
 
     run: Path
     checkpoint: str  # name of the one it started from
@@ -65,13 +65,13 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
+import encoder_config
+import encoder_model as encoder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import train_encoder as encoder
-from safetensors.torch import load_file
+from encoder_model import script
 from torch import Tensor
-from train_encoder import script
 
 # ---- pairs
 
@@ -256,7 +256,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
     return gather_rows(torch.cat(parts), len(sequences), state.ranks)
 
 
-def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
+def info_nce_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
     Other positives of a query and its own text are not wrong answers, so they are masked.
@@ -279,7 +279,7 @@ def texts_of(pairs: list[Pair]) -> list[int]:
     return list(dict.fromkeys(i for p in pairs for i in (p.query, p.positive, *p.negatives)))
 
 
-def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
+def grad_cache_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
     Every rank embeds its share of the texts, computes the loss of the whole batch and backpropagates to its own texts.
@@ -297,7 +297,7 @@ def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> 
     leaf = torch.cat(outputs).detach().requires_grad_()
     own_rows = torch.arange(ranks.rank, len(texts), ranks.world, device=ranks.device)
     everything = gather_rows(leaf, len(texts), ranks).index_copy(0, own_rows, leaf)
-    loss = contrast_loss(everything, row, pairs, temperature)
+    loss = info_nce_loss(everything, row, pairs, temperature)
     loss.backward()
 
     gradients = leaf.grad.split([len(output) for output in outputs])
@@ -340,7 +340,7 @@ def finetune(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     if args.resume:
         config, description = encoder.read_run(args.run_dir, "finetune_encoder")
-        settings = Settings(**description["contrast"])
+        settings = Settings(**description["finetune_encoder"])
         home = args.run_dir
     else:
         base, _ = encoder.read_run(args.run)
@@ -368,7 +368,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     source = settings.run / "checkpoints" / settings.checkpoint
     files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
     digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
-    contrast = {"contrast": settings.model_dump(mode="json")}
+    entry = {"finetune_encoder": settings.model_dump(mode="json")}
     return script.Job(
         config=config,
         tokenizer=tokenizer,
@@ -377,36 +377,22 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         load_start=lambda state: load_source(script, state, source, moments=False),
         build=encoder.build_state,
         loader=lambda run: pair_loader(run, train, settings.batch),
-        step=lambda state, batch: contrast_step(state, train, batch.pairs, settings.temperature),
+        step=lambda state, batch: grad_cache_step(state, train, batch.pairs, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **tool_entries("finetune_encoder", contrast, encoder.__file__, __file__),
+        **tool_entries("finetune_encoder", entry, __file__, encoder.__file__, encoder_config.__file__),
     )
-
-
-def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
-    """The newest model of a run in fp32 on the CPU, its config.json and its step."""
-    config, description = encoder.read_run(run_dir)
-    folder = newest_checkpoint(script, run_dir, ("model.safetensors",))
-    model = encoder.Encoder(config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval(), description, int(folder.name[5:])
-
-
-def longest_text(description: dict) -> int:
-    """The most tokens of a text that a run embeds."""
-    return description.get("contrast", {}).get("max_len", description["config"]["max_seq_len"])
 
 
 def score(args: argparse.Namespace) -> dict:
     """Retrieval on held-out pairs, and BM25 on the same."""
     settings = check_settings(Settings, {"pairs": "", "checkpoint": ""} | vars(args))
     ranks = script.start_ranks()
-    model, description, step = load_encoder(args.run)
+    model, description, step = encoder.load_encoder(args.run)
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(settings.val_pairs, settings.negatives)
-    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), longest_text(description))
+    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), encoder.max_text_len(description))
     counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 

@@ -118,11 +118,11 @@ if __name__ == "__main__" and (not sys.argv[1:] or {"-h", "--help"} & {*sys.argv
 import datasets
 import numpy as np
 import peft
-import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from datasets.fingerprint import Hasher
+from lib import report
 from lib.tuning import best_fit
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
