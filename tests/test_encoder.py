@@ -376,7 +376,7 @@ def test_a_failed_command_leaves_no_older_training_pairs(tmp_path):
 
 
 def test_ranking_scores_by_hand():
-    task = ft.Task({}, {10: {1}, 11: {7}, 12: {0, 1}})
+    task = ft.Retrieval({}, {10: {1}, 11: {7}, 12: {0, 1}})
     scores = np.zeros((3, 12))
     for row, first in zip(scores, ([3, 1, 2], [0, 1, 2], [2, 0, 1]), strict=True):
         row[first] = 3, 2, 1

@@ -11,6 +11,7 @@ import torch
 
 
 def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
+    """Args: path of the script, NODES and GPUS of multi_node.sh, flags of the script. Raises: SystemExit"""
     count = int(gpus or torch.cuda.device_count() or 1)
     sys.path[:1] = [str(Path(path).parent)]
     script = importlib.import_module(Path(path).stem)
@@ -18,8 +19,8 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
         try:
             config = script.make_config(script.build_parser().parse_args(argv))
             script.Dataset.open(config.data)
-            least, _, most = nodes.partition(":")
-            for machines in range(int(least), int(most or least) + 1):
+            min_nodes, _, max_nodes = nodes.partition(":")
+            for machines in range(int(min_nodes), int(max_nodes or min_nodes) + 1):
                 script.choose_packs(config, script.Ranks(0, machines * count, torch.device("cpu")))
         except script.UserError as error:
             sys.exit(f"error: {error}")

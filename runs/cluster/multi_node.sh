@@ -67,8 +67,9 @@ case " $* " in *" --resume "*)
   exit 2
   ;;
 esac
-least=${nodes%%:*} most=${nodes##*:}
-if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] || ((least > most)); then
+min_nodes=${nodes%%:*} max_nodes=${nodes##*:}
+if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] ||
+  ((min_nodes > max_nodes)); then
   echo "error: NODES=$nodes must be N or MIN:MAX, GPUS=${GPUS:-} a number above 0 or empty, and SCRIPT=$SCRIPT a" \
     "file; correct the one that is not" >&2
   exit 2
@@ -82,6 +83,6 @@ gpus=$(python runs/cluster/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
 # later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 source runs/lib/repeat_error.sh
-repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
-  --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
+repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" \
+  --max-restarts="${RESTARTS:-20}" --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
   --no-python bash runs/cluster/multi_node.sh "$@"
