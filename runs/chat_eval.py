@@ -38,9 +38,9 @@ from lib.command import RunError, run_command, say
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN", type=Path, help="finetuned run")
+    add("run_dir", metavar="RUN", type=Path, help="directory of a finetuned run")
     add("--files", type=Path, metavar="FOLDER", help="folder with the files of the tasks (default: downloaded)")
-    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
+    add("--tasks", default="", metavar="A,B", help=f"names of tasks, of {','.join(TASKS)} (default: all)")
     add("--limit", type=int, metavar="N", help="number of random examples of each task (default: all)")
     add("--run-code", action="store_true", help="score humaneval, whose programs can reach all of your files")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")

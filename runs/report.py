@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--no-samples", action="store_true", help="table and curve alone, which need no PyTorch")
     parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to draw beside it")
-    parser.add_argument("--device", metavar="NAME", help="cuda, mps or cpu (default: the best available)")
+    device = "device for samples: cuda, mps or cpu (default: the best there is)"
+    parser.add_argument("--device", metavar="NAME", help=device)
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 

@@ -28,13 +28,13 @@ from lib.command import RunError, run_command, say
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN", type=Path, help="run directory")
+    add("run_dir", metavar="RUN", type=Path, help="directory of a pretrained run")
     add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
     add("--limit", type=int, metavar="N", help="number of examples of each task, for a quick estimate (default: all)")
     add("--batch-tokens", type=int, metavar="N", help="tokens per batch (default: by free memory)")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of weights (default: the run's)")
-    add("--no-compile", action="store_true", help="quicker start, slower scoring")
+    add("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower scoring")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
         parser.error("--limit must be at least 1")

@@ -84,5 +84,5 @@ gpus=$(python runs/cluster/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 source runs/lib/repeat_error.sh
 repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" \
-  --max-restarts="${RESTARTS:-20}" --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
-  --no-python bash runs/cluster/multi_node.sh "$@"
+  --max-restarts="${RESTARTS:-20}" --rdzv-backend=c10d --rdzv-endpoint="$head" \
+  --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} --no-python bash runs/cluster/multi_node.sh "$@"

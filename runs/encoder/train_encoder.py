@@ -28,9 +28,10 @@ SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="12 or 28 layers (default small)")
     add_flags(parser, Config.__pydantic_fields__)
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="quicker start")
+    note = "plain PyTorch: quicker start, slower steps"
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help=note)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Source(BaseModel, extra="forbid"):
 class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
-    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
+    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a word without the flag")
     model_name: str = Field(description="model on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="run directory to write")
@@ -105,8 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form, **rules)
     add = parser.add_argument
-    add("command", nargs="?", help="sft or pretrain")
-    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
+    add("command", nargs="?", help="sft for conversations, pretrain for texts")
+    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="TOML file with settings")
     add_flags(parser, Config.model_fields)
     add_flags(parser, Source.model_fields, "data.")
     return parser

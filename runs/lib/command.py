@@ -84,10 +84,10 @@ def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -
     for name, field in fields.items():
         if field.description:
             default = "required" if field.is_required() else field.default
-            text = f"{field.description} [{default}]".replace("%", "%%")
+            text = field.description if default is None else f"{field.description} [{default}]"
             switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
             flag = f"--{prefix}{name.replace('_', '-')}"
-            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
+            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text.replace("%", "%%"), **switch)
 
 
 def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.Namespace:
@@ -101,7 +101,7 @@ def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.
         description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--run-dir", type=Path, required=resume, metavar="DIR", help="what the run writes (default: under out/)")
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help="directory of the run (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
     if not resume:
         add_new(parser)

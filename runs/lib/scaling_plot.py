@@ -200,7 +200,7 @@ def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with run directories")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results.csv and scaling.png go (default: FOLDER)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for table and figure (default: FOLDER)")
     args = parser.parse_args()
     out = args.out or args.folder
 
