@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=8 train_medium.py   eight GPUs (runs/speedrun_medium.sh: to chat)
     python train_medium.py                                     one GPU, same recipe, same tokens per step
-    python train_medium.py --set recompute=True                one GPU of 24 GiB, see runs/README.md
-    python train_medium.py --set num_layers=12                 another size: width, batch, rates follow
+    python train_medium.py --recompute                         one GPU of 24 GiB, see runs/README.md
+    python train_medium.py --num-layers 12                     another size: width, batch, rates follow
 
 It reads a dataset directory (binary shards and tokenizer.json, see data/README.md) and writes a run
 directory that holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png.
@@ -20,7 +20,7 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
      7. DOCUMENTS     shards -> documents, for training and for validation; bits per byte
      8. RUN           start, resume, finish; model building, warm-up, ranks and devices
      9. FILES         dataset directory, run directory: log and checkpoints
-    10. COMMAND LINE  flags, overrides, checks of the config
+    10. COMMAND LINE  a flag for each field of Config, checks of the config
     11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
 
@@ -74,7 +74,6 @@ import datetime
 import difflib
 import functools
 import gc
-import getpass
 import hashlib
 import itertools
 import json
@@ -97,32 +96,18 @@ from typing import NamedTuple
 # Read first, as the run directory keeps it: an editor may change the file during a long start.
 SOURCE = Path(__file__).read_bytes()
 
+# For torch's compiler and Triton. With the first a warm start skips the tracing of gradients; that cache sees what an
+# autograd.Function does, but not what register_autograd() is given, so kernels here use the former. What is compiled
+# stays with the project, as containers and others lose /tmp and the home.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
+os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
+os.environ.setdefault("USER", "unnamed")  # torch's compiler asks for it, and in some containers nobody knows
 
-def set_up_compilers() -> None:
-    """Environment variables that torch's compiler and Triton read when they compile for the first time."""
-    # With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
-    # register_autograd() is given, and would keep using an old formula. So kernels here use the former.
-    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = "unnamed"  # torch's compiler wants to know it
-    # What is compiled stays with the project, as containers and others lose /tmp and the home.
-    cache = Path("out/cache").absolute()
-    folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2**30:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-        os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
-
-
-if __name__ == "__main__":
-    set_up_compilers()
-    # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
-    helper = Path(__file__).parent / "dev/kernel_cache.py"
-    is_cold = not os.path.isdir(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
-    if is_cold and helper.is_file() and shutil.which("nvidia-smi") and os.environ.get("LOCAL_RANK", "0") == "0":
-        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True, **quiet)
+# Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
+helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
+if __name__ == "__main__" and helper.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
+    subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True)
 
 import filelock
 import numpy as np
@@ -148,7 +133,7 @@ class UserError(Exception):
 # <<< shared: imports
 # ===============================================================================
 # 1. CONFIG -- every recipe number with its unit or reason
-# Change a field here, or to try something out with --set NAME=VALUE (which voids record status). A 0 where a
+# Change a field here, or to try something out with its flag (which voids record status). A 0 where a
 # rule is named means "by the rule". "Record N" is an entry of modded-nanogpt's leaderboard.
 
 
@@ -156,7 +141,7 @@ class UserError(Exception):
 class Stage:
     """One row of the stage table."""
 
-    share: float  # of the run's steps
+    fraction: float  # of the run's steps
     packs: int  # packs in a step, over all ranks and micro-batches
     lr_mult: float  # about sqrt(batch / batch of the first stage)
 
@@ -166,7 +151,7 @@ class Config:
     # -- model
     num_layers: int = 24  # the one number that sets the size
     width: int = 0  # 0: 64 a layer, in whole heads; aspect ratio 64 beat 128 in nanochat
-    head_dim: int = 128
+    head_dim: int = 128  # width of an attention head
     mlp_width: int = 0  # 0: 4 x width
     vocab_size: int = 32768  # replaced by that of the dataset's tokenizer; the rules use this number
     max_seq_len: int = 2048  # a longer document is continued as a new segment after a fresh BOS
@@ -178,58 +163,57 @@ class Config:
     tied: bool = False  # one table for input and output: better up to about 100 M tokens
     bigram_rows: int = 0  # 163,840 is 5 x 32,768; 0 switches n-gram embeddings off
     trigram_ratio: float = 0.0  # rows of a narrower table of token triples, for each bigram row; 0: off
-    x0_injection: bool = True
-    mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
+    x0_injection: bool = True  # a share of the input in the stream of every layer
+    mudd_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20; nanochat's is 0.127
-    rotary_base: float = 1024.0
+    rotary_base: float = 1024.0  # base of the rotary frequencies
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((x + b) / c), record 54
     fp8: bool = True  # products of the layers, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
     recompute: bool = False  # run layers again in the backward: a third of the memory, without fp8
-    ahead: tuple = (1.0,)  # loss weights of the next tokens; several: multi-token prediction (record 53)
-    ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
+    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens; several: multi-token prediction (record 53)
+    mtp_until: float = 0.5  # fraction of the run over which all of them but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
-    pack_docs: int = 64  # most documents in a pack; the rest of such a pack is padding
+    max_docs_per_pack: int = 64  # most documents in a pack; the rest of such a pack is padding
     tokens: int = 0  # length of the run; 0: tokens_per_weight x matmul_weights
     tokens_per_weight: float = 8.0  # nanochat's at this size; compute-optimal is about 10 there
     max_epochs: int = 1  # more than 1 allows repeated text
     val_tokens: int = 10_485_760  # validation stops after this many tokens
-    # -- stages: share, packs (0: batch_rule), lr_mult
-    stages: tuple = ((1.0, 0, 1.0),)
+    # -- stages
+    stages: tuple = ((1.0, 0, 1.0),)  # fraction of the run, packs (0: batch_rule) and lr_mult of each
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.0  # 0: 0.0283 x rate_rule
     adam_lr: float = 0.0  # 0: 0.0064 x rate_rule
     muon_decay: float = 0.06  # at most, see decay_rule
     table_decay: float = 0.015  # the same for value and n-gram embeddings
-    muon_beta2: float = 0.9
-    adam_eps: float = 1e-10  # record 20
+    muon_beta2: float = 0.9  # decay of the second moment of NorMuon
+    adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
-    cooldown: float = 0.65  # share of the run over which the rate falls; nanochat
+    cooldown: float = 0.65  # fraction of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
-    # -- how a run is executed, with flags of their own; no part of the recipe
-    data: str = "data/shards/climbmix"
-    seed: int = 0
-    eval_every: int = 250  # steps; 0: only at the end
-    save_every: int = 0  # steps; 0: only at the end, -1: not even then
-    log_every: int = 10
-    keep_checkpoints: int = 2  # the newest ones; the best is kept as well
-    micro_batch_tokens: int = 0  # 0: from free memory
-    attention: str = "auto"
-    dtype: str = "auto"
-    compile: bool = True
-    cuda_graphs: bool = True  # where compiled; False is slower, as every kernel is launched, but saves memory
-    wandb: str = ""
+    # -- how a run is executed, no part of the recipe
+    data: str = "data/shards/climbmix"  # dataset directory
+    seed: int = 0  # seed of the first weights
+    eval_every: int = 250  # steps between validations; 0: only at the end
+    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: not even then
+    log_every: int = 10  # steps between lines of the log
+    keep_checkpoints: int = 2  # how many of the newest ones are kept; the best is kept as well
+    micro_batch_tokens: int = 0  # tokens that a GPU computes at once; 0: from free memory
+    attention: str = "auto"  # auto, triton, fa3 or sdpa
+    dtype: str = "auto"  # auto, bfloat16, float16 or float32
+    compile: bool = True  # torch.compile on a GPU: a slower start, faster steps
+    cuda_graphs: bool = True  # replay of compiled steps; without it kernels are launched one by one, which saves memory
+    wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
 
     # No fields: what shared code and tools ask for, and only the small model has.
     no_attention_layers = ()
     shared_input_from = -1
     swiglu = rotary_full = False
     average = 0.0
-    chosen = property(vars)  # a run that is made longer keeps its batch
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -281,18 +265,27 @@ class Config:
         """Tensor cores and the loss kernel like multiples of 64."""
         return math.ceil(self.vocab_size / 64) * 64
 
-    @property
+    @functools.cached_property
     def stage_table(self) -> tuple[Stage, ...]:
         return tuple(Stage(*row) for row in self.stages)
 
     @property
     def step_tokens(self) -> float:
         """Tokens in a step, the mean over all steps."""
-        return sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens
+        return sum(s.fraction * s.packs for s in self.stage_table) * self.pack_tokens
 
     @property
     def num_steps(self) -> int:
         return max(1, round(self.tokens / self.step_tokens))
+
+
+def config_of_steps(steps: int, values: dict) -> Config:
+    """The Config with these values and so many steps."""
+    config = Config(**values)
+    # By the rules the tokens of N steps depend on the length. By rounding this may go back and forth.
+    for _ in range(50):
+        config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
+    return config
 
 
 # -- rules: from depth and horizon to batch, rates and decay. They meet nanochat's numbers at 24 layers
@@ -389,10 +382,10 @@ def stage_index(config: Config, step: int) -> int:
     progress = step / config.num_steps
     passed = 0.0
     for index, stage in enumerate(config.stage_table):
-        passed += stage.share
+        passed += stage.fraction
         if progress < passed - 1e-9:
             return index
-    return len(config.stages) - 1
+    return len(config.stage_table) - 1
 
 
 def lr_multiplier(config: Config, step: int) -> float:
@@ -420,8 +413,8 @@ def muon_momentum(config: Config, step: int) -> float:
 
 def loss_weights(config: Config, step: int) -> list[float]:
     """Weights in the loss of the next tokens and of the prefix. All but the first fade out."""
-    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
-    weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+    fade = max(0.0, 1 - step / (config.num_steps * config.mtp_until))
+    weights = [config.mtp_weights[0], *(weight * fade for weight in config.mtp_weights[1:])]
     if config.prefix_weight:
         # Full for a third of the run, none after two thirds.
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
@@ -456,86 +449,71 @@ class Ranks:
             torch.accelerator.synchronize()
 
 
-def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
-    """The outline of a run; returns the result that is printed last. job: by default pretraining."""
+def train(job: Pretraining, args: argparse.Namespace) -> dict:
+    """The outline of a run; returns the result that is printed last."""
     # The data comes first: nothing is written before we know that there is enough of it.
     ranks = start_ranks()
-    job = job or pretraining_job(config)
-    check_length(job, ranks)
+    job.check(ranks)
     run_dir, lock = prepare_run_dir(job, args, ranks)
-    machine = describe_machine(ranks)
-    run = Run(job, args, ranks, run_dir, lock, machine, identity(job), Log(run_dir, ranks))
-    if job.config.wandb and ranks.is_main:
-        run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
-    changed = check_same_run(run) if args.resume else []
-
-    # train_step is compiled on dummy tokens, before the clock starts; a step of another job compiles when it runs.
-    build = job.build or build_state
-    run.state = build(job.config, ranks, run.log.say)
-    describe_run(run)
-    if not job.step:
-        warm_up(run.state, run.log.say)
-
-    # A new run starts from its initial weights, a resumed one from its newest checkpoint.
+    run = Run(job, args, ranks, run_dir, lock, describe_machine(ranks), Log(run_dir, ranks))
     if args.resume:
-        resume(run, changed)
+        check_same_run(run)
+    if job.config.wandb and ranks.is_main:
+        run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": run.machine})
+
+    describe_run(run)
+    run.state = job.build(ranks, run.log.say)
+
+    # A new run starts from initial weights or from those of another run, a resumed one from its newest checkpoint.
+    has_learned = False
+    if args.resume:
+        resume(run)
     else:
-        if job.load_start:
-            job.load_start(run.state)
+        has_learned = job.start_weights(run.state)
         run.log.rewind(-1)  # what a start without a checkpoint has left
-        describe_start(run, {"overridden": args.set}, [])
+        describe_start(run, {})
 
     prepare_loop(run)
-    save_last = run_steps(run)
-    return finish(run, save_last)
+    if has_learned:
+        evaluate(run)
+    run_steps(run)
+    return finish(run)
 
 
-def run_steps(run: Run) -> bool:
-    """The loop: steps until the end of the run or a signal; logs, validates and saves in between.
-
-    Returns: whether finish() must save the last step, which it does while it writes the report
-    """
+def run_steps(run: Run) -> None:
+    """The loop: steps until the end of the run or a signal, and what is due between them."""
     config = run.job.config
     state = run.state
     progress = run.progress
-    compute_step = run.job.step or train_step
-    losses = []  # since the last line of the log, 0-D tensors on the device
-    save_now = False
     run.clock = time.perf_counter()
 
     while state.step < config.num_steps:
         # The step itself. The device works on it while the host continues.
-        batch = run.loader.next()
-        losses.append(compute_step(state, batch))
-        average_weights(state)
-        progress.reader_state = batch.reader_state
-        progress.tokens += batch.total_tokens
+        run.batch = run.loader.next()
+        run.losses.append(run.job.step(state, run.batch))
+        sample_average(state)
+        progress.reader_state = run.batch.reader_state
+        progress.tokens += run.batch.total_tokens
+        if state.step == config.num_steps:
+            return  # finish() logs, evaluates and saves
 
-        # What is due after this step?
-        done = state.step == config.num_steps
+        # What is due before the next step? All of it waits for the device.
         stop = run.stopper.asked(state.step)
-        eval_now = done or is_due(state.step, config.eval_every)
-        save_due = done or is_due(state.step, config.save_every)
-        save_now = stop or (save_due and config.save_every >= 0)
-        log_now = state.step == 1 or is_due(state.step, config.log_every)
-
-        if log_now or eval_now or save_now:
-            log_steps(run, losses, batch)  # waits for the device
-            losses = []
+        eval_now = is_due(state.step, config.eval_every)
+        save_now = stop or is_due(state.step, config.save_every)
+        if eval_now or save_now or state.step == 1 or is_due(state.step, config.log_every):
+            log_steps(run)
         if eval_now:
             progress.scores = evaluate(run)
-        if done:
-            break
         if save_now:
             save(run)
+        if stop:
+            what_next = f"continue with `--resume --run-dir {run.run_dir}`"
+            raise UserError(f"stopped by a signal at step {state.step}, saved; {what_next}")
         if eval_now or save_now:
             progress.scores = None  # the next step changes the weights that they are of
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
-        if stop:
-            what_next = f"continue with `--resume --run-dir {run.run_dir}`"
-            raise UserError(f"stopped by a signal at step {state.step}, saved; {what_next}")
-    return save_now
 
 
 def is_due(step: int, every: int) -> bool:
@@ -555,12 +533,12 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    sizes_differ: bool = False  # whether stages have micro-batches of different sizes
+    loss_scale: float = 1.0  # factor on all gradients, above 1 only in fp16; no update depends on it
+    dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
-    loss_scale: float = 1.0  # above 1 only in fp16
-    good_steps: int = 0  # without overflow, since the loss scale last changed
-    samples: int = 0  # how many weights each average of weights is made of, see average_weights
+    averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
+    is_warm: bool = False  # everything should be compiled and captured by now
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -571,12 +549,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
     loss = accumulate_gradients(state, batch)
-    lr_factor = lr_multiplier(config, state.step)
-    momentum = muon_momentum(config, state.step)
-    stepped = state.optimizer.step(lr_factor, momentum, state.loss_scale)
-
-    if state.loss_scale != 1.0:
-        adjust_loss_scale(state, stepped)
+    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
     state.step += 1
     return loss
 
@@ -584,79 +557,80 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
 def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     """Forward and backward of all micro-batches; returns what train_step returns."""
     loss = torch.zeros((), device=state.ranks.device)
-    table_gradients = []
+    tables = [[] for _ in ngram_tables(state.model)]  # gradients of each n-gram table
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
-    compute = micro_step if state.graphs is None else replay
-    for micro_batch in batch.micro_batches(state.micro_packs, state.ranks.device):
-        nats, gradients = compute(state, micro_batch, factor)
+    for i, micro_batch in enumerate(batch.micro_batches(state.micro_packs, state.ranks.device)):
+        if state.graphs is None:
+            nats, gradients = micro_step(state, micro_batch, factor)
+        else:
+            nats, gradients = replay(state, micro_batch, factor, is_first=i == 0)
         loss += nats / targets
-        table_gradients.append(gradients)
-    set_sparse_gradients(state.model, table_gradients)
+        for collected, gradient in zip(tables, gradients, strict=True):
+            collected.append(gradient)
+    set_sparse_gradients(state.model, tables)
     return loss
 
 
-class TableRows(NamedTuple):
-    """The row of an n-gram table for each token of a micro-batch, or the gradients of these rows."""
+class RowGradients(NamedTuple):
+    """Gradients of the rows of an n-gram table that the tokens of a micro-batch have looked up."""
 
     index_T: Tensor  # int64, which row
-    rows_TC: Tensor
+    grad_TC: Tensor
 
 
-def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, list[TableRows]]:
+def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> tuple[Tensor, list[RowGradients]]:
     """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
 
     A gradient of a whole n-gram table would be mostly zeros, and slow to write. So its rows are looked up
     here and passed to the model, and the gradient has one row for each token.
 
+    Args:    token_weight_T factor on the loss of each target
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
-    found = look_up_ngrams(state.model, micro_batch)
-    rows = [rows_TC for _, rows_TC in found]
-    if state.sizes_differ:
+    indices, rows = look_up_ngrams(state.model, micro_batch)
+    if state.dynamic_tokens:
         # One compiled model serves all sizes at the same speed, and compiles faster than one for each.
         for tensor in (*micro_batch.tensors(), *rows):
             torch._dynamo.mark_dynamic(tensor, 0)
-    total, nats = state.forward(*micro_batch, **({"ngram_rows": rows} if rows else {}))
+    options = {"ngram_rows": rows} if rows else {}
+    if token_weight_T is not None:
+        options["token_weight_T"] = token_weight_T
+    total, nats = state.forward(*micro_batch, **options)
     (total * factor).backward()
-    return nats.sum(), [TableRows(index_T, rows_TC.grad) for index_T, rows_TC in found]
+    return nats.sum(), [RowGradients(index_T, rows_TC.grad) for index_T, rows_TC in zip(indices, rows, strict=True)]
 
 
-def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> list[TableRows]:
-    """The rows of each n-gram table, if the model has any, as leaves that get a gradient."""
-    if not hasattr(model, "bigram_embed"):
-        return []
+def ngram_tables(model: nn.Module) -> list[Tensor]:
+    """The n-gram tables of a model, if it is one that has any."""
+    return model.ngram_tables() if hasattr(model, "ngram_tables") else []
+
+
+def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+    """For each n-gram table, which row each token looks up, and these rows as leaves that get a gradient."""
+    tables = ngram_tables(model)
+    if not tables:
+        return [], []
     tokens_T = micro_batch.tokens_T
     places = model.ngram_places(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
-    return [
-        TableRows(index_T, table.detach()[index_T].requires_grad_())
-        for table, (index_T, _) in zip(model.ngram_tables(), places, strict=True)
-    ]
+    indices = [index_T for index_T, _ in places]
+    rows = [table.detach()[index_T].requires_grad_() for table, index_T in zip(tables, indices, strict=True)]
+    return indices, rows
 
 
-def set_sparse_gradients(model: nn.Module, gradients: list[list[TableRows]]) -> None:
+def set_sparse_gradients(model: nn.Module, gradients: list[list[RowGradients]]) -> None:
     """The gradients of the n-gram tables, as sparse tensors with a row for each token of the step.
 
-    Args: gradients, for each micro-batch, of each table
+    Args: gradients of each table, a list over micro-batches
     """
-    tables = model.ngram_tables() if gradients[0] else []
-    for table, parts in zip(tables, zip(*gradients, strict=True), strict=True):
-        index, rows = parts[0]
+    for table, parts in zip(ngram_tables(model), gradients, strict=True):
+        index, grad = parts[0]
         if len(parts) > 1:  # cat would copy a single one
-            index, rows = map(torch.cat, zip(*parts, strict=True))
+            index = torch.cat([part.index_T for part in parts])
+            grad = torch.cat([part.grad_TC for part in parts])
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
-            table.grad = torch.sparse_coo_tensor(index[None], rows, table.shape)
-
-
-def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
-    """For fp16: halves the scale when a gradient overflowed, doubles it after 1,000 good steps."""
-    state.good_steps = state.good_steps + 1 if stepped else 0
-    if not stepped:
-        state.loss_scale = max(state.loss_scale / 2, 2.0)
-    elif state.good_steps == 1000:
-        state.loss_scale = min(state.loss_scale * 2, 2.0**24)
-        state.good_steps = 0
+            table.grad = torch.sparse_coo_tensor(index[None], grad, table.shape)
 
 
 # -- CUDA graphs: one call launches all kernels of a small step, which one by one take longer to launch than
@@ -672,29 +646,32 @@ class Graph:
     inputs: list[Tensor]  # those of the micro-batch, then the factor
     grads: list[Tensor | None]  # of each parameter
     nats: Tensor
-    table_gradients: list[TableRows]
+    table_gradients: list[RowGradients]
 
 
-def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, list[TableRows]]:
-    """micro_step as one graph, from the second call with the same shapes on."""
-    params = list(state.model.parameters())
+def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tensor, list[RowGradients]]:
+    """micro_step as one graph, from the second call with the same shapes on.
+
+    Args: is_first whether this micro-batch is the first of its step
+    """
     inputs = [*micro_batch.tensors(), factor]
-    is_first = params[0].grad is None  # whether this micro-batch is the first of its step
     key = (is_first, *(t.shape for t in inputs))
     if key not in state.graphs:
+        if state.is_warm and state.ranks.is_main:
+            print(f"note: a CUDA graph for {len(inputs[0]):,} tokens is captured while the clock runs")
         return capture(state, key, micro_batch, factor)
 
     graph = state.graphs[key]
     for static, given in zip(graph.inputs, inputs, strict=True):
         static.copy_(given)
     graph.cuda.replay()
-    for param, grad in zip(params, graph.grads, strict=True):
+    for param, grad in zip(state.model.parameters(), graph.grads, strict=True):
         param.grad = grad
     # The next replay overwrites what the graph returns; nats are added up before it.
-    return graph.nats, [TableRows(index.clone(), rows.clone()) for index, rows in graph.table_gradients]
+    return graph.nats, [RowGradients(index.clone(), grad.clone()) for index, grad in graph.table_gradients]
 
 
-def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, list[TableRows]]:
+def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, list[RowGradients]]:
     """micro_step, and then a graph of it for the next calls."""
     # This micro-batch is computed by launching kernels one by one, and the model compiled if it is not yet.
     result = micro_step(state, micro_batch, factor)
@@ -888,9 +865,9 @@ class GPT(nn.Module):
         if c.trigram_rows:
             self.trigram_embed = weight(c.trigram_rows, min(TRIGRAM_WIDTH, D))
             self.trigram_proj = weight(D, min(TRIGRAM_WIDTH, D))
-        if c.mix_width:
-            self.mix_in = weight(c.mix_width, D)
-            self.mix_out = weight(4, c.mix_width)
+        if c.mudd_width:
+            self.mix_in = weight(c.mudd_width, D)
+            self.mix_out = weight(4, c.mudd_width)
         self.add_buffers(device)
 
     @property
@@ -918,7 +895,7 @@ class GPT(nn.Module):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
             self.value_embed.normal_(0, 0.01, generator=rng)
-        if self.config.mix_width:
+        if self.config.mudd_width:
             self.mix_in.uniform_(-bound, bound, generator=rng)
             # The last layer wants the input in its values. From 0 some seeds find that late, or never.
             self.mix_out[0] = 0.01
@@ -969,7 +946,7 @@ class GPT(nn.Module):
         x = inputs.x0
         for layer in range(c.num_layers):
             mixed = None
-            if c.mix_width and layer == c.num_layers - 1:
+            if c.mudd_width and layer == c.num_layers - 1:
                 mixed, more = self.mix(x, inputs.x0)
                 x = x + more
             if recompute:
@@ -1114,7 +1091,7 @@ class GPT(nn.Module):
     def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
         """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
         targets = [targets_T]
-        for ahead in range(1, len(self.config.ahead)):
+        for ahead in range(1, len(self.config.mtp_weights)):
             same_document = positions_T.roll(-ahead) == positions_T + ahead
             targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
         if self.config.prefix_weight:
@@ -1241,7 +1218,7 @@ def empty_packs(count: int, config: Config, bos_id: int) -> Batch:
     """Packs to be filled: all tokens are BOS, all targets are ignored."""
     shape = (count, config.pack_tokens)
     padding_docs = math.ceil(config.pack_tokens / config.max_seq_len)  # see pad_pack
-    most_docs = config.pack_docs + padding_docs
+    most_docs = config.max_docs_per_pack + padding_docs
     return Batch(
         tokens=torch.full(shape, bos_id, dtype=torch.int32),
         targets=torch.full(shape, -1, dtype=torch.int32),
@@ -1355,9 +1332,9 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     return x
 
 
-def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
+def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
     """Nesterov momentum: moves the buffer (fp32) towards the gradient; returns a blend of the two in dtype."""
-    grad = grad.float() * grad_scale
+    grad = grad.float()
     buffer.lerp_(grad, 1 - momentum)
     return grad.lerp(buffer, momentum).to(dtype)
 
@@ -1377,14 +1354,14 @@ def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
 
 def adam_update(
     master, grad, exp_avg, exp_avg_sq, param,
-    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
+    *, lr, beta1, beta2, correction1, correction2, eps, decay,
 ) -> None:  # fmt: skip
     """One Adam step with cautious weight decay, in place.
 
     Args: master, exp_avg, exp_avg_sq fp32, grad and param of equal shape; param receives the
           master in its own dtype, or is None
     """
-    grad = grad.float() * grad_scale
+    grad = grad.float()
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.lerp_(grad.square(), 1 - beta2)
     update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
@@ -1409,7 +1386,7 @@ def compile_once(function: Callable) -> Callable:
 
 def normuon_update(
     master, grad, momentum_buffer, second_moment, mult, param,
-    *, lr, momentum, beta2, decay, grad_scale, dtype, compiled=False,
+    *, lr, momentum, beta2, decay, dtype, compiled=False,
 ) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
@@ -1421,7 +1398,7 @@ def normuon_update(
     step = compile_once(step_cautiously) if compiled else step_cautiously
     # Flat, so that banks of all shapes share one compiled function.
     flat = (grad.view(-1), momentum_buffer.view(-1))
-    blended = blend(*flat, dtype, momentum=momentum, grad_scale=grad_scale)
+    blended = blend(*flat, dtype, momentum=momentum)
     update = polar_express(blended.view(master.shape))
 
     # Every neuron (a row of a tall matrix, a column of a wide one) moves by a similar amount: its update is divided
@@ -1447,7 +1424,9 @@ class Slot:
     sharded: bool
     per_rank: int  # length of a slice; the last ranks' slices may end in padding
     # What follows is set by Optimizer.reset().
+    updates: int = 0
     master: Tensor | None = None  # fp32, or a sparse table itself in bf16
+    aliased: bool = False  # the master is the parameter itself
     moments: dict[str, Tensor] = field(default_factory=dict)  # and the average of the last weights
     mult: Tensor | None = None  # NorMuon: factor on the rate of each matrix
     matrices_at_once: int = 0  # NorMuon: how many a call of normuon_update takes
@@ -1473,7 +1452,6 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
         self.config = config
         self.ranks = ranks
-        self.count = 0  # steps
         self.late: list[Pending] = []  # gradients of late tables, which the next step uses
         params = dict(model.named_parameters())
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
@@ -1497,34 +1475,27 @@ class Optimizer:
         return Slot(name, param, policy, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float, loss_scale: float = 1.0) -> bool:
-        """Sums gradients over ranks, updates, gathers; False, without an update, if a scaled gradient overflowed.
+    def step(self, lr_factor: float, momentum: float) -> None:
+        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped.
 
         A late table is updated with its gradient of the step before, whose reduction has overlapped the forward
         and backward since; its gradient of the last step is never used.
         """
-        # Overflow is looked for in all gradients of this step, so nothing is late where the loss is scaled.
-        scaled = loss_scale != 1.0
-        late_slots = [slot for slot in self.slots if slot.policy.late and not scaled]
-        other_slots = [slot for slot in self.slots if slot not in late_slots]
+        slots = [slot for slot in self.slots if slot.param.grad is not None]
+        if self.overflowed(slots):
+            for slot in slots:
+                slot.param.grad = None
+            return
 
         # 1. Start to sum gradients. Those of late tables (self.late) were started at the end of the last step.
-        gradients = [self.start_sum(slot) for slot in other_slots if slot.param.grad is not None]
-        if scaled and not self.all_finite(gradients):
-            return False
-        if not scaled:
-            gradients = self.late + gradients
+        gradients = self.late + [self.start_sum(slot) for slot in slots if not slot.policy.late]
 
         # 2. Update with each as soon as it is complete, and start to gather the new weights.
-        self.count += 1
         gathers = []
         for gradient in gradients:
-            slot = gradient.slot
             gradient.wait()
-            own = self.own_param(slot)
-            updates = self.count - 1 if slot in late_slots else self.count  # late ones skipped the first step
-            self.update(gradient, own, updates, lr_factor, momentum, 1.0 / loss_scale)
-            gathers += self.start_gather(slot, own)
+            own = self.update(gradient, lr_factor, momentum)
+            gathers += self.start_gather(gradient.slot, own)
 
         # 3. The next forward needs all weights. Those with padding were gathered beside their parameter.
         for gathered in gathers:
@@ -1534,54 +1505,64 @@ class Optimizer:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
         # 4. Start to sum gradients of late tables, for the next step.
-        self.late = [self.start_sum(slot) for slot in late_slots if slot.param.grad is not None]
-        return True
+        self.late = [self.start_sum(slot) for slot in slots if slot.policy.late]
+
+    def overflowed(self, slots: list[Slot]) -> bool:
+        """Whether a gradient in fp16 is not finite on some rank. Other dtypes have room, so nothing waits there."""
+        grads = [slot.param.grad for slot in slots if slot.param.dtype == torch.float16]
+        return bool(grads) and not self.all_finite([g._values() if g.is_sparse else g for g in grads])
 
     def own_param(self, slot: Slot) -> Tensor | None:
         """Where an update writes this rank's part of the parameter; None if the master is the parameter itself."""
-        whole = slot.param.detach().view(slot.shape)
-        if slot.sharded:
-            return self.slice(slot, whole)  # a copy with the old weights: RMSProp writes only rows with a gradient
-        return None if whole.data_ptr() == slot.master.data_ptr() else whole
+        if slot.aliased:
+            return None
+        # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
+        return self.slice(slot, slot.param.detach().view(slot.shape))
 
-    def update(
-        self, gradient: Pending, own: Tensor | None, updates: int,
-        lr_factor: float, momentum: float, grad_scale: float,
-    ) -> None:  # fmt: skip
-        """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
+    def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
+        """Updates the master and the moments of a slot by its policy; returns own_param(), which it writes."""
         slot = gradient.slot
         policy = slot.policy
+        slot.updates += 1
+        own = self.own_param(slot)
         rate = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
-        numbers = {"lr": rate * policy.lr_mult * lr_factor, "decay": policy.weight_decay * lr_factor}
-        numbers["grad_scale"] = grad_scale
+        lr = rate * policy.lr_mult * lr_factor
+        decay = policy.weight_decay * lr_factor
         if policy.optimizer == "normuon":
-            self.update_normuon(gradient, own, momentum, numbers)
+            self.update_normuon(gradient, own, momentum, lr, decay)
         elif policy.optimizer == "rmsprop":
             (beta2,) = policy.betas
-            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates, "eps": self.config.adam_eps}
-            update_rows(slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index, **numbers)
+            update_rows(
+                slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index,
+                lr=lr, beta2=beta2, correction=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
+            )  # fmt: skip
         else:
-            self.update_adam(gradient, own, updates, numbers)
+            self.update_adam(gradient, own, lr, decay)
+        return own
 
-    def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, numbers: dict) -> None:
+    def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, lr: float, decay: float) -> None:
         """NorMuon, for some matrices at a time, which limits temporary memory."""
         slot = gradient.slot
         tensors = (slot.master, gradient.tensor, slot.moments["momentum"], slot.moments["second_moment"], slot.mult)
         parts = list(zip(*(t.split(slot.matrices_at_once) for t in tensors), strict=True))
         outs = [None] * len(parts) if own is None else own.split(slot.matrices_at_once)
-        numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
         for part, out in zip(parts, outs, strict=True):
-            normuon_update(*part, out, **numbers, dtype=self.muon_dtype, compiled=self.compiled)
+            normuon_update(
+                *part, out, lr=lr, momentum=momentum, beta2=self.config.muon_beta2, decay=decay,
+                dtype=self.muon_dtype, compiled=self.compiled,
+            )  # fmt: skip
 
-    def update_adam(self, gradient: Pending, own: Tensor | None, updates: int, numbers: dict) -> None:
+    def update_adam(self, gradient: Pending, own: Tensor | None, lr: float, decay: float) -> None:
         slot = gradient.slot
         beta1, beta2 = slot.policy.betas
-        numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates, "eps": self.config.adam_eps}
-        numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
         # Scalars, which are their own master, are not worth compiling.
         function = compile_once(adam_update) if self.compiled and own is not None else adam_update
-        function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+        function(
+            *(None if t is None else t.view(-1) for t in tensors),
+            lr=lr, beta1=beta1, correction1=1 - beta1**slot.updates, beta2=beta2,
+            correction2=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
+        )  # fmt: skip
 
     # -- communication
 
@@ -1652,14 +1633,15 @@ class Optimizer:
     @torch.no_grad()
     def reset(self) -> None:
         """Copies the master weights from the model and zeroes the moments."""
-        self.count = 0
         self.late = []
         for slot in self.slots:
+            slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
             # The rows of a large sparse table in bf16 are rounded stochastically, so they need no copy in fp32.
             whole = torch.bfloat16 if slot.policy.sparse else torch.float32
-            if weights.dtype in (whole, torch.float32) and not slot.sharded:
-                slot.master = weights  # the parameter itself
+            slot.aliased = weights.dtype in (whole, torch.float32) and not slot.sharded
+            if slot.aliased:
+                slot.master = weights
             else:
                 slot.master = slot.moments = None  # old and new ones may not fit into memory together
                 slot.master = self.slice(slot, weights).float()
@@ -1695,6 +1677,7 @@ class Optimizer:
         """Whole moments and late gradients, for any number of ranks to load. Every rank must call it."""
         state = {}
         for slot in self.slots:
+            state[f"{slot.name}.updates"] = torch.tensor(slot.updates)
             for name, moment in slot.moments.items():
                 if averages or name != "average":
                     state[f"{slot.name}.{name}"] = self.gather(slot, moment)
@@ -1707,18 +1690,18 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
-        """Restores what weights() and state() returned."""
-        self.count = count
+    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        """Restores what weights() and state() returned. Raises: KeyError if something is missing"""
         self.late = []
         for slot in self.slots:
+            slot.updates = int(state[f"{slot.name}.updates"])
             full = weights[slot.name].to(slot.master.device).view(slot.shape)
             slot.master.copy_(self.slice(slot, full))
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
-                saved = state.get(f"{slot.name}.{name}")
-                if saved is not None:  # averages are saved only after their first sample
-                    moment.copy_(self.slice(slot, saved.to(moment.device)))
+                key = f"{slot.name}.{name}"
+                if name != "average" or key in state:  # averages are saved only after their first sample
+                    moment.copy_(self.slice(slot, state[key].to(moment.device)))
             if f"{slot.name}.grad" in state:
                 grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
                 index = state.get(f"{slot.name}.index")
@@ -1726,14 +1709,13 @@ class Optimizer:
 
     def is_finite(self) -> bool:
         """Whether all that a checkpoint holds is finite. Every rank must call it."""
-        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
-        return self.all_finite(self.late, tensors)
-
-    def all_finite(self, gradients: list[Pending], tensors=()) -> bool:
-        """Whether all numbers of these gradients and tensors are finite, on all ranks."""
-        for gradient in gradients:
+        for gradient in self.late:
             gradient.wait()
-        tensors = [*tensors, *(gradient.tensor for gradient in gradients)]
+        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
+        return self.all_finite([*tensors, *(gradient.tensor for gradient in self.late)])
+
+    def all_finite(self, tensors: list[Tensor]) -> bool:
+        """Whether all numbers of these tensors are finite, on all ranks."""
         # The largest size is inf or nan if any number is, and takes no temporary memory, unlike isfinite().
         largest = [torch.linalg.vector_norm(t, math.inf, dtype=torch.float32) for t in tensors]
         finite = torch.stack(largest).isfinite().all().float()
@@ -1767,22 +1749,28 @@ def slot_norms(slot: Slot) -> Tensor:
     return square.sqrt()
 
 
-@torch.no_grad()
-def average_weights(state: TrainState) -> None:
-    """Adds the master weights to their averages where due; after the last step they become a blend of both."""
-    config = state.config
-    slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
-    if slots and is_sampled(config, state.step):
-        # Counted, not computed from the step: a run that --resume makes longer or shorter may lack the first ones.
-        state.samples = state.samples + 1 if is_sampled(config, state.step - 4) else 1
-        averages = [slot.moments["average"] for slot in slots]
-        torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.samples)
-    if state.step < config.num_steps:
-        return
+def averaged_slots(state: TrainState) -> list[Slot]:
+    return [slot for slot in state.optimizer.slots if "average" in slot.moments]
 
-    state.samples = 0
+
+@torch.no_grad()
+def sample_average(state: TrainState) -> None:
+    """Adds the master weights to their averages, if this step is one of those that are averaged."""
+    slots = averaged_slots(state)
+    if not slots or not is_sampled(state.config, state.step):
+        return
+    # Counted, not computed from the step: a run that --resume makes longer or shorter may lack the first ones.
+    state.averaged_steps = state.averaged_steps + 1 if is_sampled(state.config, state.step - 4) else 1
+    averages = [slot.moments["average"] for slot in slots]
+    torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.averaged_steps)
+
+
+@torch.no_grad()
+def blend_average(state: TrainState) -> None:
+    """After the last step: the weights become a blend of themselves and their average."""
+    state.averaged_steps = 0
     # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
-    for slot in slots:
+    for slot in averaged_slots(state):
         before = slot_norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
@@ -1814,7 +1802,7 @@ class ShardReader:
         """(sequence, counted) of the documents in the next pack; every target counts."""
         room = self.config.pack_tokens
         num_docs = 0
-        while room and num_docs < self.config.pack_docs:
+        while room and num_docs < self.config.max_docs_per_pack:
             sequence = self.segment(min(room, self.config.max_seq_len))
             room -= len(sequence) - 1
             num_docs += 1
@@ -1854,7 +1842,7 @@ class ShardReader:
         if epoch >= self.config.max_epochs:
             raise UserError(
                 f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); train "
-                f"on fewer tokens (--tokens), or allow repeats with --set max_epochs={epoch + 1}"
+                f"on fewer tokens (--tokens), or allow repeats with --max-epochs {epoch + 1}"
             )
         self.reader_state = {"epoch": epoch, "shard": shard, "offset": 0}
         self.open_shard()
@@ -1893,11 +1881,11 @@ class Validation:
     scored: dict  # what bits per byte are of, so that two runs can be compared
 
 
-def load_validation(job: Job, device: torch.device) -> Validation:
-    config = job.config
-    documents = scored_documents(job.validation, config)
+def load_validation(documents: Iterable, tokenizer: Tokenizer, config: Config) -> Validation:
+    """Args: documents, (sequence, counted) of each held-out one"""
+    documents = scored_documents(documents, config)
     token_bytes = np.zeros(config.padded_vocab, np.int64)
-    token_bytes[: config.vocab_size] = job.tokenizer.token_bytes
+    token_bytes[: config.vocab_size] = tokenizer.token_bytes
     targets = 0
     text_bytes = 0
     digest = hashlib.sha256()
@@ -1906,9 +1894,11 @@ def load_validation(job: Job, device: torch.device) -> Validation:
         targets += int((found > 0).sum())
         text_bytes += int(found.sum())
         digest.update(sequence.astype("<u2"))
+    if not text_bytes:
+        raise UserError(f"the validation text of {config.data} has no bytes to score; make the dataset again")
     scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
-    batch = validation_batch(documents, config, job.tokenizer.bos_id)
-    return Validation(batch, torch.from_numpy(token_bytes).to(device), scored)
+    batch = validation_batch(documents, config, tokenizer.bos_id)
+    return Validation(batch, torch.from_numpy(token_bytes), scored)
 
 
 def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
@@ -1916,7 +1906,7 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
     packs = [[]]
     room = config.pack_tokens
     for sequence, counted in documents:
-        if len(counted) > room or len(packs[-1]) == config.pack_docs:
+        if len(counted) > room or len(packs[-1]) == config.max_docs_per_pack:
             packs.append([])
             room = config.pack_tokens
         packs[-1].append((sequence, counted))
@@ -1992,66 +1982,96 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
 # 8. RUN -- what a run is made of, start, resume, what happens between steps, finish
 
 
-@dataclass
-class Job:
-    """What a run trains on, and how. Tools that train otherwise bring a Job of their own."""
+class Pretraining:
+    """What a run trains on, and how. Tools that train otherwise bring a subclass."""
 
-    config: Config  # with the vocabulary of the dataset
-    tokenizer: Tokenizer
-    fingerprint: str  # of what is read
-    note: str  # what there is to train on, for the log
-    command: str = "pretrain"
-    available: float = math.inf  # training tokens, padding included
-    reader: ShardReader | None = None  # of training packs
-    validation: Iterable = ()  # (sequence, counted) of each held-out document
-    bytes_per_token: float = math.inf  # of counted targets, for the bits per byte in the log
-    load_start: Callable | None = None  # load_start(state) loads weights to begin with
-    description: dict = field(default_factory=dict)  # further entries of config.json
+    command = "pretrain"  # the tool, in config.json and in the name of the run directory
+    scored: dict | None = None  # what bits per byte are of
+    description: dict = {}  # further entries of config.json
     scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
-    # What replaces a part of pretraining, for other kinds of training:
-    build: Callable | None = None  # build(config, ranks, say) -> TrainState
-    loader: Callable | None = None  # loader(run) -> an object like PackLoader
-    step: Callable | None = None  # step(state, batch) -> loss, in place of train_step
-    evaluate: Callable | None = None  # evaluate(run) -> scores by name
-    flops: Callable | None = None  # flops(config, positions) -> training FLOPs of a token
+
+    def __init__(self, config: Config):
+        dataset = Dataset.open(config.data)
+        tokens = dataset.total("train", "tokens")
+        self.tokenizer = dataset.tokenizer
+        self.config = dataclasses.replace(config, vocab_size=self.tokenizer.vocab_size)
+        validate(self.config)
+        self.fingerprint = dataset.info["fingerprint"]  # of what is read
+        self.note = f"{tokens:,} training tokens"  # what there is to train on, for the log
+        self.available = tokens * config.max_epochs  # training tokens, padding included
+        # For the bits per byte of training in the log.
+        self.bytes_per_token = dataset.total("train", "text_bytes") / max(tokens, 1)
+        self.reader = ShardReader(dataset, self.config)
+        self.set_validation(validation_documents(dataset, self.config))
+
+    def set_validation(self, documents: Iterable) -> None:
+        """Takes the held-out documents, (sequence, counted) each."""
+        self.validation = load_validation(documents, self.tokenizer, self.config)
+        self.scored = self.validation.scored
+
+    def check(self, ranks: Ranks) -> None:
+        """Raises UserError if there is too little text, or if the ranks cannot share a step."""
+        check_length(self.config, self.available, ranks)
+
+    def build(self, ranks: Ranks, say: Callable) -> TrainState:
+        """Model and optimizer with the weights of config.seed; everything is compiled before the clock starts."""
+        state = build_state(self.config, ranks, say)
+        warm_up(state, say)
+        if self.config.prefix_weight:  # the second target of each token
+            prefixes = torch.tensor(self.tokenizer.prefixes())
+            state.model.prefixes[: len(prefixes)] = prefixes
+        return state
+
+    def start_weights(self, state: TrainState) -> bool:
+        """Loads weights to begin with, if there are any; returns whether."""
+        return False
+
+    def loader(self, run: Run) -> PackLoader:
+        """What gives the batch of each step, from the run's step on."""
+        return PackLoader(self.reader, self.config, run.ranks, run.state.step)
+
+    def step(self, state: TrainState, batch: Batch) -> Tensor:
+        return train_step(state, batch)
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Scores of the held-out text, by name."""
+        state = run.state
+        token_bytes = self.validation.token_bytes.to(run.ranks.device)
+        inputs = (self.validation.batch, state.micro_packs, token_bytes, run.ranks)
+        return {"val_bpb": bits_per_byte(state.model, *inputs)}
+
+    def flops(self, positions: Tensor) -> float:
+        """Training FLOPs of a token."""
+        return flops_per_token(self.config, positions)
+
+    def seconds_left(self, run: Run, entry: dict) -> float:
+        """By tokens, as later steps may be larger. Args: entry of the log"""
+        return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
 
 
-def pretraining_job(config: Config) -> Job:
-    """The documents of the dataset config.data."""
-    dataset = Dataset.open(config.data)
-    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
-    validate(config)
-    tokens = dataset.total("train", "tokens")
-    return Job(
-        config=config,
-        tokenizer=dataset.tokenizer,
-        fingerprint=dataset.info["fingerprint"],
-        note=f"{tokens:,} training tokens",
-        available=tokens * config.max_epochs,
-        reader=ShardReader(dataset, config),
-        validation=validation_documents(dataset, config),
-        bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
-    )
+def first_step(config: Config, index: int) -> int:
+    """The step with which a stage begins; of the one behind the last, the number of steps."""
+    return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
 
 
-def check_length(job: Job, ranks: Ranks) -> None:
-    """Raises UserError if the run needs more text than there is; warns if text is read again and learned by heart."""
-    config = job.config
-    needed = begin = 0
+def check_length(config: Config, available: float, ranks: Ranks) -> None:
+    """Raises UserError if a run cannot begin; warns if text is read again and learned by heart."""
+    needed = 0
     for index, stage in enumerate(config.stage_table):
-        steps = range(config.num_steps)
-        end = bisect.bisect(steps, index, key=lambda step: stage_index(config, step))
-        needed += (end - begin) * stage.packs * config.pack_tokens
-        begin = end
-    if needed > job.available:
+        if stage.packs % ranks.world:
+            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
+            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
+        steps = first_step(config, index + 1) - first_step(config, index)
+        needed += steps * stage.packs * config.pack_tokens
+    if needed > available:
         raise UserError(
-            f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
-            f"ask for fewer with --tokens, add text, or allow repeats with --set max_epochs=N"
+            f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; "
+            f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
         )
-    passes = needed * config.max_epochs / job.available
+    passes = needed * config.max_epochs / available
     if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
         found = f"the text is read {passes:.1f} times"
-        print(f"warning: {found}, and bigrams learn it by heart; use fewer with --set bigram_rows=")
+        print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
 
 @dataclass
@@ -2069,52 +2089,34 @@ class Progress:
 class Run:
     """A run under way."""
 
-    job: Job
+    job: Pretraining
     args: argparse.Namespace
     ranks: Ranks
     run_dir: Path
     lock: object  # of run_dir, held while this object exists
     machine: dict
-    identity: dict
     log: Log
     progress: Progress = field(default_factory=Progress)
     state: TrainState | None = None
     loader: PackLoader | None = None
-    validation: Validation | None = None
     peak_flops: float = math.inf  # FLOP/s of one device
     stopper: Stopper | None = None
-    clock: float = 0.0  # when training seconds were last counted
-    logged: Progress | None = None  # at the last line
+    # Since the last line of the log:
+    clock: float = 0.0  # when training seconds were counted
+    logged: Progress | None = None
+    losses: list[Tensor] = field(default_factory=list)  # 0-D, on the device
+    batch: Batch | None = None  # of the last step
 
 
 def describe_run(run: Run) -> None:
     """The first lines on the screen."""
     config = run.job.config
-    model = run.state.model
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    device = f"{run.ranks.world} x {run.machine['device']}"
-    run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
+    run.log.say(f"{Path(__file__).name} on {run.ranks.world} x {run.machine['device']}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
-    micro_batch = f"micro-batch {run.state.micro_packs * config.pack_tokens:,} tokens"
-    run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens, {micro_batch}")
+    run.log.say(f"run: {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
-# What --resume may change: where a run ends, what it reports, and how the same numbers are computed.
-FREE_ON_RESUME = (
-    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
-    "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
-)  # fmt: skip
-
-
-def identity(job: Job) -> dict:
-    """What identifies a run: script, data and recipe. Its checkpoints repeat it."""
-    recipe = {name: value for name, value in job.config.chosen.items() if name not in FREE_ON_RESUME}
-    script = hashlib.sha256(SOURCE).hexdigest()
-    whole = {"script": script, "data": job.fingerprint, **job.description, **recipe}
-    return json.loads(json.dumps(whole))  # with lists for tuples, as it comes back from a file
-
-
-def describe_start(run: Run, description: dict, changed: list[str]) -> None:
+def describe_start(run: Run, description: dict) -> None:
     """Writes config.json on top of what earlier starts wrote, the scripts that run and the tokenizer."""
     job = run.job
     if not run.ranks.is_main:
@@ -2126,11 +2128,10 @@ def describe_start(run: Run, description: dict, changed: list[str]) -> None:
         "folder": os.getcwd(),  # where relative paths begin
         "machine": run.machine,
         "dataset_fingerprint": job.fingerprint,
-        "changed": changed,
-        "identity": run.identity,
     }
     description = {"command": job.command, **this_start, **job.description, **description}
     description["config"] = dataclasses.asdict(job.config)
+    description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
     description["starts"] = [*description.get("starts", []), this_start]
     write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1).encode())
     write_atomically(run.run_dir / Path(__file__).name, SOURCE)
@@ -2138,30 +2139,20 @@ def describe_start(run: Run, description: dict, changed: list[str]) -> None:
         write_atomically(run.run_dir / path.name, path.read_bytes())
 
 
-def check_same_run(run: Run) -> list[str]:
-    """What differs from the start of the run; raises UserError unless --resume-changed allows it."""
-    before = read_description(run.run_dir)["starts"][-1]["identity"]
-    changed = []
-    for name, value in run.identity.items():
-        if value != before.get(name):
-            changed.append(f"{name} was {before.get(name)} and is {value}")
-    if changed and not run.args.resume_changed:
-        way = f"`python {run.run_dir / Path(__file__).name} --resume` if the script was edited"
-        raise UserError(
-            f"{run.run_dir} did not begin like this: {', '.join(changed)}; undo that, call {way}, or "
-            f"add --resume-changed if it is meant, which voids record status"
-        )
-    return changed
+def check_same_run(run: Run) -> None:
+    """Raises UserError unless a resumed run goes on with its own script and data."""
+    kept = run.run_dir / Path(__file__).name
+    if not kept.is_file() or kept.read_bytes() != SOURCE:
+        raise UserError(f"{run.run_dir} began with another version of {kept.name}; continue it with that one, {kept}")
+    if read_description(run.run_dir)["dataset_fingerprint"] != run.job.fingerprint:
+        raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} began with; name that with --data")
 
 
-def resume(run: Run, changed: list[str]) -> None:
+def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    try:
-        saved = load_checkpoint(run.state, folder)
-    except (KeyError, RuntimeError) as error:
-        raise UserError(f"{folder} does not fit this script and recipe ({error}); undo what changed") from None
+    saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
     run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
@@ -2171,49 +2162,35 @@ def resume(run: Run, changed: list[str]) -> None:
         run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
-    if is_done and (run.state.samples or step > run.job.config.num_steps):
+    if is_done and (run.state.averaged_steps or step > run.job.config.num_steps):
         run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
     # The next --resume keeps the flags of this one. What the run reported at an earlier end is out of date.
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
-        description = read_description(run.run_dir)
-        description["overridden"] += run.args.set
-        describe_start(run, description, changed)
+        describe_start(run, read_description(run.run_dir))
 
 
 def prepare_loop(run: Run) -> None:
     """Starts the loader's thread and makes what the loop needs besides the model."""
-    job = run.job
-    if job.loader:
-        run.loader = job.loader(run)
-    else:
-        run.loader = PackLoader(job.reader, job.config, run.ranks, run.state.step)
-    if not job.evaluate:
-        run.validation = load_validation(job, run.ranks.device)
-    if job.config.prefix_weight:  # the second target of each token
-        prefixes = torch.tensor(job.tokenizer.prefixes())
-        run.state.model.prefixes[: len(prefixes)] = prefixes
+    run.loader = run.job.loader(run)
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
     if run.ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
-
-    if job.load_start and not run.args.resume:
-        evaluate(run)  # the loaded weights, before any training
     run.logged = dataclasses.replace(run.progress)
     gc.collect()
     gc.freeze()  # else every few hundred steps a collection of what the compiler left makes one slow
     run.ranks.sync()
 
 
-def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
+def log_steps(run: Run) -> None:
     """Waits for the device, counts the training time, and logs the steps since the last line."""
     config = run.job.config
     state = run.state
     progress = run.progress
-    loss = torch.stack(losses).mean()
+    loss = torch.stack(run.losses).mean()
     if run.ranks.world > 1:
         dist.all_reduce(loss)
     loss = loss.item()
@@ -2225,7 +2202,7 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
 
     seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
     tokens = progress.tokens - run.logged.tokens
-    flops = (run.job.flops or flops_per_token)(config, batch.positions)
+    flops = run.job.flops(run.batch.positions)
     progress.flops += flops * tokens
     entry = {
         "step": state.step,
@@ -2233,52 +2210,40 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         "loss": loss,
         "bpb": loss / math.log(2) / run.job.bytes_per_token,
         "lr": lr_multiplier(config, state.step - 1),
-        "step_ms": seconds / len(losses) * 1e3,
+        "step_ms": seconds / len(run.losses) * 1e3,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
         "memory_gib": peak_memory_gib(run.ranks.device),
         "train_seconds": progress.train_seconds,
-        **batch.notes,
+        **run.batch.notes,
     }
     run.log.write(entry)
-    eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
-    if not run.job.step:  # later steps may be larger
-        eta = max(config.tokens - progress.tokens, 0) / entry["tokens_per_second"]
-    notes = "".join(f" | {name} {value:.4g}" for name, value in batch.notes.items())
-    run.log.say(step_line(entry, config.num_steps, eta) + notes)
+    notes = "".join(f" | {name} {value:.4g}" for name, value in run.batch.notes.items())
+    run.log.say(step_line(entry, config.num_steps, run.job.seconds_left(run, entry)) + notes)
     run.logged = dataclasses.replace(progress)
+    run.losses.clear()
 
 
 def evaluate(run: Run) -> dict:
-    """Logs the scores of the held-out text, by default bits per byte, and returns them."""
-    state = run.state
-    entry = {"step": state.step, "tokens": run.progress.tokens}
-    entry["train_seconds"] = run.progress.train_seconds
-    if run.job.evaluate:
-        scores = run.job.evaluate(run)
-    else:
-        held_out = run.validation
-        entry["scored"] = held_out.scored
-        inputs = (held_out.batch, state.micro_packs, held_out.token_bytes, run.ranks)
-        scores = {"val_bpb": bits_per_byte(state.model, *inputs)}
+    """Logs the scores of the held-out text and returns them."""
+    entry = {"step": run.state.step, "tokens": run.progress.tokens, "train_seconds": run.progress.train_seconds}
+    if run.job.scored:
+        entry["scored"] = run.job.scored
+    scores = run.job.evaluate(run)
     for name, value in scores.items():
         check_finite(run, name, value)
     run.log.write({**entry, **scores})
     line = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    place = f"step {run.state.step:6d}/{run.job.config.num_steps}"
     run.log.say(f"{place} | {line} | elapsed {run.progress.train_seconds:.1f} s")
     return scores
 
 
 def check_finite(run: Run, name: str, value: float) -> None:
-    """Raises UserError with the way back: every checkpoint is finite, as save() asks too."""
-    if math.isfinite(value):
-        return
-    way = "start again"
-    for folder in checkpoints(run.run_dir)[-1:]:
-        way = f"continue from {folder} with --resume --resume-changed"
-    rates = "lower rates, e.g. half of --set muon_lr= and --set adam_lr="
-    raise UserError(f"{name} became {value} at step {run.state.step}; {way} and {rates}")
+    """Raises UserError with the way out. Every checkpoint is finite, as save() asks too."""
+    if not math.isfinite(value):
+        way = "start again with lower rates, e.g. half of --muon-lr and --adam-lr"
+        raise UserError(f"{name} became {value} at step {run.state.step}; {way}")
 
 
 def save(run: Run) -> None:
@@ -2288,23 +2253,26 @@ def save(run: Run) -> None:
         torch.cuda.set_device(run.ranks.device)  # each thread has its own
     if not run.state.optimizer.is_finite():
         check_finite(run, "a weight or moment", math.nan)
-    progress = dataclasses.asdict(run.progress)
-    save_checkpoint(run.state, run.run_dir, {"identity": run.identity, **progress})
+    save_checkpoint(run.state, run.run_dir, dataclasses.asdict(run.progress))
     seconds = time.perf_counter() - begin
     run.log.say(f"step {run.state.step:6d}/{run.job.config.num_steps} | saved in {seconds:.1f} s")
 
 
-def finish(run: Run, save_last: bool) -> dict:
-    """Saves the last step, writes the report meanwhile, then result.json; returns the result."""
+def finish(run: Run) -> dict:
+    """Logs, evaluates and saves the last step; returns the result."""
     state = run.state
     progress = run.progress
     run.loader.close()
-    state.graphs = None  # samples can have their memory
-    scores = progress.scores or evaluate(run)
+    is_new = bool(run.losses)  # not so where --resume found the run at its end
+    if is_new:
+        blend_average(state)
+        log_steps(run)
+    state.graphs = None  # the report's samples can have their memory
+    progress.scores = progress.scores or evaluate(run)
     seconds = max(progress.train_seconds, 1e-9)
 
     result = {
-        **scores,
+        **progress.scores,
         "steps": state.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
@@ -2313,14 +2281,15 @@ def finish(run: Run, save_last: bool) -> dict:
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
+    if run.ranks.is_main:
+        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1).encode())
+    # The report is made while the checkpoint is written.
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save, run) if save_last else None
+        saving = pool.submit(save, run) if is_new and run.job.config.save_every >= 0 else None
         if run.ranks.is_main:
             report(run, result)
     if saving:
         saving.result()  # raises what went wrong
-    if run.ranks.is_main:
-        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1).encode())
     if run.log.wandb is not None:
         run.log.wandb.finish()
     return result
@@ -2329,14 +2298,14 @@ def finish(run: Run, save_last: bool) -> dict:
 def report(run: Run, result: dict) -> None:
     """report.md, curve.png and samples, where runs/report.py lies beside this script or the tool that runs."""
     sys.path.append(str(Path(__file__).resolve().parent / "runs"))
-    try:
-        import report as tool
-    except ImportError:
-        run.log.say(f"for a report with samples: python runs/report.py {run.run_dir}")
-        return
     config = run.job.config
     live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
-    tool.write_report(run.run_dir, live=live, result=result)
+    try:
+        import report as tool
+
+        tool.write_report(run.run_dir, live=live, result=result)
+    except Exception as error:  # whatever it is, the result is written
+        run.log.say(f"no report ({error!r}); for one: python runs/report.py {run.run_dir}")
 
 
 class Stopper:
@@ -2413,10 +2382,33 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     state = TrainState(config, ranks, model, forward, optimizer, micro_packs)
     if forward is not model:
         shares = {stage.packs // ranks.world for stage in config.stage_table}
-        state.sizes_differ = len({largest_divisor(share, micro_packs) for share in shares}) > 1
+        state.dynamic_tokens = len({largest_divisor(share, micro_packs) for share in shares}) > 1
         state.graphs = {} if config.cuda_graphs else None
+    if dtype == torch.float16:
+        state.loss_scale = LOSS_SCALE
+    describe_state(state, say)
     reset_state(state)
     return state
+
+
+# fp16 has no room for small gradients. No update depends on the size of gradients, so they are never scaled back.
+LOSS_SCALE = 2.0**12
+
+
+def describe_state(state: TrainState, say: Callable) -> None:
+    """Says what was decided for this machine; which attention it is, choose_attention() says."""
+    config = state.config
+    model = state.model
+    params = dict(model.named_parameters())
+    size = sum(param.numel() for param in params.values()) / 1e6
+    tables = ", ".join(f"{name} {len(param):,}" for name, param in params.items() if name.endswith("embed"))
+    fits = fits_fp8(model.embed, config.width, config.mlp_width)
+    fp8 = [name for name, wanted in (("layers", config.fp8), ("head", config.fp8_head)) if wanted and fits]
+    compiled = "compiled" if state.forward is not model else "not compiled"
+    graphs = "no CUDA graphs" if state.graphs is None else "CUDA graphs"
+    say(f"model: {size:.1f} M parameters in {model.embed.dtype}, fp8 in {' and '.join(fp8) or 'no products'}")
+    say(f"rows of tables: {tables}")
+    say(f"step: micro-batch {state.micro_packs * config.pack_tokens:,} tokens, {compiled}, {graphs}")
 
 
 def reset_state(state: TrainState) -> None:
@@ -2428,15 +2420,13 @@ def reset_state(state: TrainState) -> None:
             dist.broadcast(param.detach(), 0)
     state.optimizer.reset()
     state.step = 0
-    state.good_steps = 0
-    state.loss_scale = 2.0**16 if state.model.embed.dtype == torch.float16 else 1.0
 
 
 def warm_up(state: TrainState, say: Callable) -> None:
     """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
     begin = time.perf_counter()
     gc.disable()  # else it scans the compiler's graphs again and again
-    for index in range(len(state.config.stages)):
+    for index in range(len(state.config.stage_table)):
         warm_up_stage(state, index)
 
     # If memory is too small for validation, this should show now.
@@ -2446,6 +2436,8 @@ def warm_up(state: TrainState, say: Callable) -> None:
 
     gc.enable()
     reset_state(state)
+    state.is_warm = True
+    torch._logging.set_logs(recompiles=True)  # one that comes now takes its seconds from the clock
     say(f"warm-up: {time.perf_counter() - begin:.1f} s")
 
 
@@ -2474,10 +2466,6 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
     """Most packs in a micro-batch: they fit into memory, help speed and divide a rank's share of a step."""
-    for stage in config.stage_table:
-        if stage.packs % ranks.world:
-            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
-            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
     limit = 8192
     if ranks.device.type == "cuda":
         limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
@@ -2491,7 +2479,6 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
 
 def start_ranks() -> Ranks:
     """Picks the device and joins the process group that torchrun describes in the environment."""
-    set_up_compilers()
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -2519,7 +2506,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
+    """bf16 where the hardware has it, fp16 on older GPUs, fp32 elsewhere."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type != "cuda":
@@ -2656,7 +2643,7 @@ class Dataset:
 
     @staticmethod
     def open(root: str | Path) -> Dataset:
-        root = Path(root)
+        root = Path(root).expanduser()
         path = root / "dataset.json"
         if not path.is_file():
             source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
@@ -2708,10 +2695,10 @@ def file_sha256(path: Path) -> str:
 
 
 # Rises when a name that tools in runs/ use (tests/test_interface.py) changes its meaning.
-INTERFACE = 9
+INTERFACE = 10
 
 
-def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
+def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
     """The run directory, the same on all ranks, and in process 0 what holds its lock."""
     run_dir = None
     lock = None
@@ -2728,7 +2715,7 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
             way = "wait until it ends, or name another --run-dir"
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
-            pass  # the file system has no locks
+            print(f"note: the file system of {run_dir} has no locks; start no second run there", file=sys.stderr)
         # Without them a run ended before its first save, and may start again.
         begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
         if begun and not args.resume:
@@ -2841,12 +2828,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it."""
     weights = state.optimizer.weights()
-    moments = state.optimizer.state(averages=state.samples > 0)
+    moments = state.optimizer.state(averages=state.averaged_steps > 0)
     if state.ranks.is_main:
         buffers = {k: v for k, v in state.model.state_dict().items() if k not in weights}
-        names = ("step", "loss_scale", "good_steps", "samples")
-        description = {name: getattr(state, name) for name in names}
-        description |= {"optimizer_count": state.optimizer.count, **progress}
+        description = {"step": state.step, "averaged_steps": state.averaged_steps, **progress}
         write_checkpoint(run_dir, (weights | buffers, moments), description)
         prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
     # When the first process ends, torchrun ends the others. So all wait until everything is saved.
@@ -2955,17 +2940,13 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
 
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint of this run without damage; says which ones it skips."""
-    own = [start["identity"] for start in read_description(run_dir)["starts"]]
+    """The newest checkpoint without damage; says which ones it skips."""
     for folder in reversed(checkpoints(run_dir)):
         try:
-            saved = check_checkpoint(folder, names)
+            check_checkpoint(folder, names)
+            return folder
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
-            continue
-        if saved["identity"] in own and folder.name == f"step_{saved['step']:06d}":
-            return folder
-        say(f"skipped {folder.name}: it is of another run or another step")
     way = "start again without --resume, in another --run-dir"
     raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
 
@@ -2974,128 +2955,159 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     """Restores weights and moments, on any number of ranks; returns state.json."""
     saved = read_state(folder)
     weights, moments = (safetensors.torch.load_file(folder / name) for name in CHECKPOINT_FILES)
-    state.optimizer.load(weights, moments, saved["optimizer_count"])
+    state.optimizer.load(weights, moments)
     buffers = dict(state.model.named_buffers())
     for name in weights.keys() & buffers.keys():
         buffers[name].copy_(weights[name])
     state.step = saved["step"]
-    state.good_steps = saved["good_steps"]
-    state.samples = saved["samples"]
-    if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
-        state.loss_scale = saved["loss_scale"]
+    state.averaged_steps = saved["averaged_steps"]
     return saved
 
 
 # <<< shared: section_9
 # ===============================================================================
-# 10. COMMAND LINE -- flags, overrides, checks of the config
+# 10. COMMAND LINE -- a flag for each field of Config, checks of the config
 
 
-def model_relations(config: Config) -> dict[str, bool]:
-    """Conditions on the shape of this model, each by the error message for where it fails."""
+def check_model(config: Config) -> None:
+    """Raises UserError if the shape of this model is impossible."""
     pattern = config.window_pattern
-    return {
-        f"window_pattern={pattern} must be made of the letters S and L, e.g. SSSL": (
-            len(pattern) > 0 and set(pattern) <= set("SL")
-        ),
-    }
+    known = len(pattern) > 0 and set(pattern) <= set("SL")
+    require(known, f"window_pattern={pattern} must be made of the letters S and L, e.g. SSSL")
 
 
 # >>> shared: sections_10_to_12
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
 def validate(config: Config) -> None:
     """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
-    shares = sum(stage.share for stage in c.stage_table)
-    relations = {
-        f"dtype={c.dtype} is none of auto, {', '.join(DTYPES)}": c.dtype in ("auto", *DTYPES),
-        f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
-        f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
-        f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
-        "ahead names no loss weight; (1.0,) is that of the next token alone": len(c.ahead) > 0,
-        f"ahead_until={c.ahead_until} is not above 0": c.ahead_until > 0,
-        f"max_seq_len={c.max_seq_len} is above pack_tokens": c.max_seq_len <= c.pack_tokens,
-        f"the shares of the stages add up to {shares:.4f}, not 1": abs(shares - 1) < 1e-6,
-        f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}": (
-            c.micro_batch_tokens % c.pack_tokens == 0
-        ),
-        **model_relations(c),
-    }
-    for problem, holds in relations.items():
-        if not holds:
-            raise UserError(problem)
+    total = sum(stage.fraction for stage in c.stage_table)
+    require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is none of auto, {', '.join(DTYPES)}")
+    require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is none of auto, {', '.join(ATTENTION)}")
+    require(c.vocab_size <= 65536, f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536")
+    require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
+    require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
+    require(len(c.mtp_weights) > 0, "mtp_weights names no loss weight; 1.0 is that of the next token alone")
+    require(c.mtp_until > 0, f"mtp_until={c.mtp_until} is not above 0")
+    require(c.val_tokens > 0, f"val_tokens={c.val_tokens} is not above 0, so nothing would be scored")
+    require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
+    require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
+    whole = c.micro_batch_tokens % c.pack_tokens == 0
+    require(whole, f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}")
+    check_model(c)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The flags of a training run. runs/finetune.py has them too."""
+# What other projects call it.
+OTHER_NAMES = {
+    "--lr": "--muon-lr and --adam-lr",
+    "--learning-rate": "--muon-lr and --adam-lr",
+    "--batch-size": "--stages, or for memory --micro-batch-tokens",
+}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reads flags from files too; a wrong one is one sentence that names the nearest."""
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
+        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff"))
+        return shlex.split(without_note)
+
+    def error(self, message: str) -> None:
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            flag = words.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            meant = OTHER_NAMES.get(flag) or (near[0] if near else "")
+            message = f"unknown flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists all")
+        raise UserError(message)
+
+
+def build_parser() -> FlagParser:
+    """The flags of a training run, one for each field of Config. runs/finetune.py has them too."""
     options = {"allow_abbrev": False, "fromfile_prefix_chars": "@", "epilog": "@FILE: more flags, e.g. @runs/cpu.args"}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **options)
-    # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
-    note = re.compile(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""")
-    parser.convert_arg_line_to_args = lambda line: shlex.split(note.sub(r"\1", line.strip("\ufeff")))
+    parser = FlagParser(description=__doc__.splitlines()[0], usage="%(prog)s [flags]", **options)
     add = parser.add_argument
-    add("--data", type=os.path.expanduser, help="dataset directory (default data/shards/climbmix)")
-    add("--run-dir", type=os.path.expanduser, help="where the run is written (default a new dated folder in out/)")
-    add("--resume", action="store_true", help="continue the run in --run-dir")
-    add("--resume-changed", action="store_true", help="--resume with another script or recipe")
-    add("--steps", type=int, help="length of the run in steps")
-    add("--tokens", type=int, help="length of the run in tokens")
-    add("--seed", type=int, help="of the first weights (default 0)")
-    add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
-    add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
-    add("--log-every", type=int, metavar="N", help="steps between lines of the log")
-    add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
-    add("--attention", choices=("auto", *ATTENTION))
-    add("--dtype", choices=("auto", *DTYPES))
-    add("--no-compile", dest="compile", action="store_false", default=None, help="slower steps, quicker start")
-    add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a Config field")
+    add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
+    add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
+    add("--steps", type=int, metavar="N", help="length of the run in steps, in place of --tokens")
+    notes = field_notes()
+    for field_ in dataclasses.fields(Config):
+        name = field_.name
+        flag = f"--{name.replace('_', '-')}"
+        note = notes[name].replace("%", "%%")
+        if isinstance(field_.default, bool):
+            add(flag, action=argparse.BooleanOptionalAction, help=f"{note} [{field_.default}]")
+        elif isinstance(field_.default, tuple):
+            default = ",".join(map(str, field_.default))
+            add(flag, type=read_list, metavar="X,X", help=f"{note} [{default}]")
+        else:
+            add(flag, type=type(field_.default), metavar="X", help=f"{note} [{field_.default}]")
     return parser
 
 
-def parse_override(text: str) -> tuple[str, object]:
-    """KEY=VALUE with the type of the Config field."""
-    key, equals, value = text.partition("=")
-    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
-    if not equals or key not in defaults:
-        near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(key, defaults, n=1))
-        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, at the top of the script{near}")
-    default = defaults[key]
-    if isinstance(default, str):
-        return key, value
+def field_notes() -> dict[str, str]:
+    """The comment of each field of Config in the source: behind it, or in the line above."""
+    source = SOURCE.decode().replace("\r\n", "\n")
+    body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
+    found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
+    return {name: behind or above for above, name, behind in found}
+
+
+def read_list(text: str) -> tuple:
+    """The value of a flag like 3,10 or (0.5,8,1.0),(0.5,16,1.4); nothing is the empty tuple."""
     try:
-        parsed = as_tuple(ast.literal_eval(value))
+        return as_tuple(ast.literal_eval(f"[{text}]"))
     except (ValueError, SyntaxError):
-        parsed = None
-    if isinstance(default, float) and type(parsed) is int:
-        parsed = float(parsed)
-    if type(parsed) is not type(default):
-        raise UserError(f"--set {text}: {key} takes a value like {default!r}")
-    return key, parsed
+        raise argparse.ArgumentTypeError(f"{text!r} is no list like 3,10") from None
+
+
+def given_fields(args: argparse.Namespace) -> dict:
+    """The fields of Config that were given by flags."""
+    values = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
-    changes = dict(parse_override(text) for text in args.set)
-    for field_ in dataclasses.fields(Config):
-        value = getattr(args, field_.name, None)
-        if value is not None and field_.name in changes:
-            raise UserError(f"{field_.name} is given by a flag and by --set; leave one out")
-        if value is not None:
-            changes[field_.name] = value
     if args.steps is not None and args.tokens is not None:
         print("note: --steps is given, so --tokens does not count", file=sys.stderr)
-    if base is not None:
-        changes = {**base.chosen, **changes}
+    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Config)} if base else {}
+    values |= given_fields(args)
     try:
-        config = Config(**changes)
-        # By a rule the tokens of N steps may depend on the length. By rounding this may go back and forth.
-        for _ in range(0 if args.steps is None else 50):
-            config = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
+        config = Config(**values) if args.steps is None else config_of_steps(args.steps, values)
         validate(config)
         for schedule in (lr_multiplier, muon_momentum, loss_weights):
             schedule(config, 0)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"these values do not fit ({error}); compare them with those of Config") from None
+    return config
+
+
+# What --resume may change: where a run ends, what it reports, and how the same numbers are computed.
+FREE_ON_RESUME = (
+    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
+    "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
+)  # fmt: skip
+
+
+def resumed_config(args: argparse.Namespace) -> Config:
+    """The Config of the run in --run-dir, with the flags that may change."""
+    run_dir = Path(args.run_dir)
+    base = read_config(run_dir)
+    for name, value in given_fields(args).items():
+        flag = f"--{name.replace('_', '-')}"
+        same = name in FREE_ON_RESUME or value == getattr(base, name)
+        require(same, f"--resume cannot change {flag}: {run_dir} has {getattr(base, name)}; leave it out")
+    config = change_config(base, args)
+    # A relative path is that of the folder where the run began.
+    data = Path(read_description(run_dir)["folder"]) / config.data
+    if args.data is None and data.is_dir():
+        config = dataclasses.replace(config, data=str(data))
     return config
 
 
@@ -3105,17 +3117,11 @@ def make_config(args: argparse.Namespace) -> Config:
         return change_config(None, args)
     if args.run_dir is None:  # the script that a run directory keeps
         args.run_dir = str(Path(__file__).parent)
-    run_dir = Path(args.run_dir)
-    description = read_description(run_dir)
-    if description["command"] != "pretrain":
-        tool = f"runs/{description['command']}.py"
-        raise UserError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
-    config = change_config(read_config(run_dir), args)
-    # A relative path is that of the folder where the run began.
-    data = Path(description["folder"]) / config.data
-    if args.data is None and data.is_dir():
-        config = dataclasses.replace(config, data=str(data))
-    return config
+    command = read_description(Path(args.run_dir))["command"]
+    if command != "pretrain":
+        way = f"python runs/{command}.py --resume --run-dir {args.run_dir}"
+        raise UserError(f"{args.run_dir} is a run of runs/{command}.py; continue it with {way}")
+    return resumed_config(args)
 
 
 def run_command(command: Callable[[], dict]) -> int:
@@ -3149,11 +3155,14 @@ def run_command(command: Callable[[], dict]) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def pretrain(argv: list[str]) -> dict:
     args = build_parser().parse_args(argv)
     args.flags = list(argv)
-    return run_command(lambda: train(make_config(args), args))
+    return train(Pretraining(make_config(args)), args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(lambda: pretrain(sys.argv[1:] if argv is None else argv))
 
 
 # ===============================================================================
@@ -3715,14 +3724,14 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
 
 
 def update_rows_ref(
-    master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay, grad_scale
+    master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay
 ) -> None:
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
     Args: master fp32 (R, C), or bf16, rounded stochastically; grad (R, C), or with index int64 (N,)
           the gradients (N, C) of these rows, which are summed; second_moment fp32 (R,); param (R, C) or None
     """
-    grad = grad.float() * grad_scale
+    grad = grad.float()
     if index is None:
         rows = grad.any(1).nonzero()[:, 0]
         grad = grad[rows]
@@ -3751,7 +3760,7 @@ def update_rows_ref(
 @jit
 def update_rows_kernel(
     master, grad, second_moment, param, index, order,
-    N, C, lr, beta2, correction, eps, decay, grad_scale, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    N, C, lr, beta2, correction, eps, decay, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row of the gradient a program; arguments as those of update_rows_ref.
 
@@ -3780,7 +3789,6 @@ def update_rows_kernel(
             member += GROUP
             equal = tl.load(index + member, mask=member < N, other=-1) == row
         square = tl.load(second_moment + row)  # times beta2 already
-    g *= grad_scale
     total = tl.sum(g * g)
     square += (1 - beta2) * (total / C)
     tl.store(second_moment + row, square, mask=first)

@@ -15,7 +15,6 @@ import time
 START = time.perf_counter()
 
 import argparse
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -87,10 +86,11 @@ def make_config(args: argparse.Namespace, others: int) -> ts.Config:
     if args.steps < 1:
         raise ts.UserError(f"--steps {args.steps} must be at least 1")
     config = ts.make_config(argparse.Namespace(**{**vars(args), "steps": None}))
-    smallest_share = min(stage.share for stage in config.stage_table)
-    num_steps = (args.steps + others + 5) / smallest_share
+    smallest = min(stage.fraction for stage in config.stage_table)
+    num_steps = (args.steps + others + 5) / smallest
     tokens = math.ceil(num_steps * config.step_tokens)
-    return dataclasses.replace(config, tokens=tokens, max_epochs=10**6)
+    stages = tuple(dataclasses.astuple(stage) for stage in config.stage_table)  # those of the recipe's own length
+    return dataclasses.replace(config, tokens=tokens, stages=stages, max_epochs=10**6)
 
 
 def random_dataset(config: ts.Config) -> types.SimpleNamespace:
@@ -119,8 +119,7 @@ def random_dataset(config: ts.Config) -> types.SimpleNamespace:
 def stage_batches(state: ts.TrainState, dataset, index: int):
     """Enters a stage; yields the function that returns its next batch."""
     config = state.config
-    steps = range(config.num_steps)
-    state.step = bisect.bisect_left(steps, index, key=lambda step: ts.stage_index(config, step))
+    state.step = ts.first_step(config, index)
     reader = ts.ShardReader(dataset, config)
     loader = ts.PackLoader(reader, config, state.ranks, first_step=state.step)
     try:
@@ -399,7 +398,7 @@ def micro_batch_tokens(state: ts.TrainState) -> int:
 def time_stages(state: ts.TrainState, dataset, steps: int, say) -> list[dict]:
     peak = ts.peak_flops(state.ranks.device)
     stages = []
-    for index in range(len(state.config.stages)):
+    for index in range(len(state.config.stage_table)):
         row = time_stage(state, dataset, index, steps, peak)
         stages.append(row)
         say(
@@ -415,8 +414,8 @@ def recipe_speed(config: ts.Config, stages: list[dict]) -> float:
     tokens = 0.0
     seconds = 0.0
     for stage, row in zip(config.stage_table, stages, strict=True):
-        tokens += stage.share * row["tokens"]
-        seconds += stage.share * row["tokens"] / row["tokens_per_second"]
+        tokens += stage.fraction * row["tokens"]
+        seconds += stage.fraction * row["tokens"] / row["tokens_per_second"]
     return tokens / seconds
 
 

@@ -46,14 +46,14 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
-from kernel_cache import launch_kernels
 from lib import choices, engine
+from lib.kernel_cache import launch_kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 CAP = (23.0, 5.0, 7.5)
-NUMBERS = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
+NUMBERS = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1)
 
 
 class NoDevice:

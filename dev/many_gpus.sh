@@ -2,7 +2,7 @@
 # What several GPUs of one host give: speed against one of them, the loss of the same steps, and what happens when a
 # process dies or hangs. One call; tried with two processes on CPUs, without the parts `speed` and STOP:
 #
-#     bash dev/many_gpus.sh 8 @runs/p34.args --set fewest_packs=8
+#     bash dev/many_gpus.sh 8 @runs/p34.args --min-packs 8
 #
 # The number of processes comes first; all other arguments are flags of train_small.py. Results lie in out/many_gpus:
 # a file for each part, and summary.txt, which is also printed. Environment variables:

@@ -88,7 +88,7 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
     documents = ts.scored_documents(ts.validation_documents(dataset, few), few)
     validation = ts.validation_batch(documents, few, 0)
     ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
-    for index in range(len(config.stages)):
+    for index in range(len(config.stage_table)):
         with bench.stage_batches(state, dataset, index) as next_batch:
             for _ in range(2):
                 ts.train_step(state, next_batch())
@@ -109,7 +109,7 @@ def main() -> dict:
 
     dataset = bench.random_dataset(config)
     visit_stages(state, dataset)
-    trace = bench.trace_steps(state, dataset, len(config.stages) - 1, args.steps)
+    trace = bench.trace_steps(state, dataset, len(config.stage_table) - 1, args.steps)
     rows = bench.kernels(trace, config, bench.micro_batch_tokens(state))
     table = bench.section_table(rows, args.steps)
     groups = group_shares(table.shares)

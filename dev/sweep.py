@@ -12,7 +12,7 @@ values:
     seeds = [0, 1, 2]
 
     [variants]
-    "no mixing" = ["--set", "mix_width=0"]
+    "no mixing" = ["--mudd-width", "0"]
 
     [grid]                           # fields of the Config, or flags
     adam_lr = [0.004, 0.006, 0.008]
@@ -119,7 +119,7 @@ def table_of(text: dict, key: str, path: Path) -> dict:
 
 def words_of(value, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise entry.UserError(f'{what} must be a list of words like ["--set", "mix_width=0"], not {value}')
+        raise entry.UserError(f'{what} must be a list of words like ["--mudd-width", "0"], not {value}')
     return value
 
 
@@ -134,15 +134,28 @@ def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
             flags = []
             names = []
             for key, value in zip(grid, values, strict=True):
-                text = value if isinstance(value, str) else repr(as_tuple(value)).replace(" ", "")
-                flags += [key, text] if key.startswith("-") else ["--set", f"{key}={text}"]
+                text = as_text(value)
+                flags += as_flag(key, value)
                 names.append(f"{key.lstrip('-')}={text}")
             out[" ".join(names)] = flags
     return out
 
 
-def as_tuple(value):
-    return tuple(as_tuple(item) for item in value) if isinstance(value, list) else value
+def as_text(value) -> str:
+    """A value as a flag takes it: 3,10 for a list, (0.5,8,1.0),(0.5,16,1.4) for a list of lists."""
+    if not isinstance(value, list):
+        return str(value)
+    return ",".join(f"({as_text(item)})" if isinstance(item, list) else str(item) for item in value)
+
+
+def as_flag(key: str, value) -> list[str]:
+    """The flag of a Config field, or one that is written out."""
+    if key.startswith("-"):
+        return [key, as_text(value)]
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}={as_text(value)}"]
 
 
 # ==== runs

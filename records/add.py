@@ -24,7 +24,7 @@ import rules
 import tracks
 
 MAX_BYTES = 1_000_000
-START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
+START = ("date", "step", "flags", "machine", "dataset_fingerprint")
 # The Config that a script makes of each list of flags. It runs the script's import, so only of one's own runs.
 PRINT_CONFIGS = """
 import dataclasses, importlib.util, json, sys
@@ -33,7 +33,9 @@ module = sys.modules["script"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for words in json.loads(sys.argv[2]):
     args = module.build_parser().parse_args(words)
-    print(json.dumps(dataclasses.asdict(module.make_config(args))))
+    config = module.make_config(args)
+    stages = [dataclasses.astuple(stage) for stage in config.stage_table]
+    print(json.dumps({**dataclasses.asdict(config), "stages": stages}))
 """
 
 
@@ -47,6 +49,8 @@ def read_run(run_dir: Path, script: str) -> dict:
             way = "it is of another track" if name == script else "name the directory of a run"
             raise entry.UserError(f"{run_dir} has no {name}; {way}")
     stated = entry.read_json(run_dir / "config.json")
+    if "stage_table" in stated:  # an entry states the stages that the script derived
+        stated["config"]["stages"] = [list(stage.values()) for stage in stated["stage_table"]]
     if stated["command"] != "pretrain":
         raise entry.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
     if not stated.get("starts"):

@@ -97,7 +97,7 @@ def start_problems(run: dict, name: str) -> list[str]:
     out = entry.unequal(run["starts"][0]["step"], 0, f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
-        if start["changed"]:
+        if start.get("changed"):
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
         # The script itself names what a resumed run changes.
         flags = run["flags"] if number > 1 else start["flags"]
@@ -107,11 +107,17 @@ def start_problems(run: dict, name: str) -> list[str]:
     return out + entry.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
 
+def overrides(given: list[str]) -> bool:
+    """Whether a flag changes the recipe; in older entries only --set did."""
+    known = {"--steps", "--tokens", "--micro-batch-tokens", "--attention", "--dtype", "--no-compile"}
+    return bool(set(given) - known)
+
+
 def flag_problems(folder: Path, record: dict, flags: list[str]) -> list[str]:
     """Rule 1: nothing is overridden but by the args file, and no flag of that is given again."""
     args = record["args"]
     given = entry.flag_names(entry.recipe_flags(flags))
-    if "--set" in given:
+    if overrides(given):
         way = "change the script itself, or commit an args file in runs/"
         return [f"record.json: {' '.join(record['flags'])} overrides the recipe, which voids record status; {way}"]
     text = (folder / args).read_text(encoding="utf-8") if args else ""

@@ -1,7 +1,7 @@
 """Finetunes a pretrained run on conversations, so that its model answers questions.
 
     python runs/finetune.py out/RUN                        one pass over the conversations of its dataset
-    python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --set max_epochs=3
+    python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --max-epochs 3
     python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
 
@@ -67,7 +67,7 @@ class Conversations:
         self.packs = []
         for epoch in range(config.max_epochs):
             order = np.random.default_rng([config.seed, epoch]).permutation(self.count)
-            self.packs += tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+            self.packs += tuning.best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
         self.seek({"pack": 0})
 
     def seek(self, reader_state: dict) -> None:
@@ -116,37 +116,43 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
         if new not in (None, old):
             wrong = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {wrong}; omit it, or start a new run")
-    config = script.change_config(script.read_config(run_dir), args)
+    config = script.resumed_config(args)
     return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
 
 
 def make_job(script: ModuleType, config, dataset, settings: dict):
-    """What the training script needs to know to finetune; settings are the entry "finetune" of config.json."""
-    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
-    conversations = Conversations(dataset, "train", config)
-    held_out = Conversations(dataset, "val", config)
+    """Finetuning, as a kind of the script's pretraining; settings are the entry "finetune" of config.json."""
 
-    # An epoch ends with a whole step, which may hold empty packs.
-    steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
-    available = round(steps * config.step_tokens)
-    padding = 1 - conversations.inputs * config.max_epochs / available
-    counted = conversations.tokens[conversations.counted]
+    class Finetuning(script.Pretraining):
+        command = "finetune"
 
-    source = Path(settings["run"]) / "checkpoints" / settings["checkpoint"]
-    notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
-    return script.Job(
-        config=config,
-        tokenizer=dataset.tokenizer,
-        reader=conversations,
-        validation=(held_out.read(i) for i in range(held_out.count)),
-        fingerprint=dataset.info.get("sft", {}).get("fingerprint", ""),  # older datasets state none
-        available=available,
-        bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
-        note=f"{notes}, {padding:.1%} padding",
-        # With the moments of the source: "slightly better" in nanochat.
-        load_start=lambda state: tuning.load_source(script, state, source, moments=True),
-        **tuning.tool_entries("finetune", {"finetune": settings}, __file__),
-    )
+        def __init__(self):
+            self.tokenizer = dataset.tokenizer
+            self.config = dataclasses.replace(config, vocab_size=self.tokenizer.vocab_size)
+            self.reader = conversations = Conversations(dataset, "train", self.config)
+            self.fingerprint = dataset.info.get("sft", {}).get("fingerprint", "")  # older datasets state none
+
+            # An epoch ends with a whole step, which may hold empty packs.
+            steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
+            self.available = round(steps * config.step_tokens)
+
+            padding = 1 - conversations.inputs * config.max_epochs / self.available
+            counted = conversations.tokens[conversations.counted]
+            self.bytes_per_token = int(self.tokenizer.token_bytes[counted].sum()) / len(counted)
+            notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
+            self.note = f"{notes}, {padding:.1%} padding"
+
+            held_out = Conversations(dataset, "val", self.config)
+            self.set_validation(held_out.read(i) for i in range(held_out.count))
+            tuning.describe_tool(self, {"finetune": settings}, __file__)
+
+        def start_weights(self, state) -> bool:
+            """With the moments of the source: "slightly better" in nanochat."""
+            source = Path(settings["run"]) / "checkpoints" / settings["checkpoint"]
+            tuning.load_source(script, state, source, moments=True)
+            return True
+
+    return Finetuning()
 
 
 # ---- the command line
@@ -187,7 +193,7 @@ def finetune(argv: list[str]) -> dict:
     args = build_parser(script).parse_args(argv)
     args.flags = list(argv)
     job = resumed_job(script, args) if args.resume else new_job(script, args)
-    return script.train(job.config, args, job)
+    return script.train(job, args)
 
 
 def main(argv: list[str] | None = None) -> int:

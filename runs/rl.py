@@ -28,6 +28,7 @@ finetuned on general conversations may know no sums: data/sft.py --source additi
 
 import argparse
 import dataclasses
+import hashlib
 import math
 import random
 import re
@@ -205,7 +206,7 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     if rollouts:
         lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
     while len(rows) % packs:
         rows.append([])
 
@@ -224,52 +225,66 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     return batch, weights
 
 
-def backward(state, batch, weights: torch.Tensor, sampled: int) -> torch.Tensor:
+def backward(script, state, batch, weights: torch.Tensor, sampled: int) -> torch.Tensor:
     """Adds the gradient of sum(advantage * nats) / sampled tokens of this rank's packs.
 
     Returns: the sum of nats, without weights, 0-D
     """
     device = state.ranks.device
     total_nats = torch.zeros((), device=device)
+    factor = torch.full_like(total_nats, state.loss_scale / sampled)
+    tables = [[] for _ in script.ngram_tables(state.model)]
     micro_batches = batch.micro_batches(state.micro_packs, device)
     for micro_batch, weight in zip(micro_batches, weights.split(state.micro_packs), strict=True):
-        loss, nats = state.forward(*micro_batch, weight.flatten().to(device))
-        (loss / sampled * state.loss_scale).backward()
-        total_nats += nats.sum()
+        nats, gradients = script.micro_step(state, micro_batch, factor, weight.flatten().to(device))
+        total_nats += nats
+        for collected, gradient in zip(tables, gradients, strict=True):
+            collected.append(gradient)
+    script.set_sparse_gradients(state.model, tables)
     return total_nats
 
 
+def policy_gradient_step(script, state, batch) -> torch.Tensor:
+    """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
+    step = state.step
+    state.step += 1
+    if not batch.notes["useful"]:
+        return torch.zeros((), device=state.ranks.device)
+    nats = backward(script, state, batch, batch.weights, batch.total_tokens)
+    state.optimizer.step(script.lr_multiplier(state.config, step), script.muon_momentum(state.config, step))
+    targets = sum(state.ranks.gather(batch.total_targets))
+    return nats / max(targets, 1)
+
+
+def seed_of(*parts) -> int:
+    """A seed of 32 bits for an answer, from all that tells it from other answers."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest())
+
+
 @dataclass
-class Learner:
-    """What the training script's loop calls in place of its own loader, step and evaluation."""
+class RolloutLoader:
+    """Samples the batch of each step with the current weights, for the training script's loop."""
 
     script: ModuleType  # the training script of the run directory
     settings: Settings
     task: Task
     tokenizer: Any
-    state: Any = None  # the script's TrainState, once the run has begun
-    generator: Any = None
-
-    def loader(self, run):
-        self.state = run.state
-        self.generator = engine.Generator(run.state.model, self.tokenizer, num_rows=self.settings.rows)
-        return self
+    state: Any  # the script's TrainState
+    generator: Any
 
     def close(self) -> None:
-        pass
+        """Part of what the loop asks of a loader; here there is nothing to end."""
 
     def next(self):
-        """The Batch of the next step: samples and judges answers with the current weights."""
+        """The Batch of the next step: samples and judges answers."""
         start = time.perf_counter()
         settings = self.settings
         state = self.state
         ranks = state.ranks
         groups = []  # the answers to one question stay on one rank
         for place in range(ranks.rank, settings.prompts, ranks.world):
-            first = (settings.seed * 1_000_003 + state.step) * settings.prompts + place
-            first *= settings.samples
             item = self.task.train(state.step, place)
-            seeds = range(first, first + settings.samples)
+            seeds = [seed_of("train", settings.seed, state.step, place, k) for k in range(settings.samples)]
             groups.append((item, self.ask(item, seeds, settings.temperature)))
         complete(self.generator, [c for _, completions in groups for c in completions])
         judged = [judge(self.task, self.tokenizer, *group) for group in groups]
@@ -300,60 +315,41 @@ class Learner:
         prompt = chat_format.question_ids(self.tokenizer, item.question)
         options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
         options |= {"top_k": 0, "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],)}
-        return [engine.Completion(prompt, seed=s % 2**32, **options) for s in seeds]
+        return [engine.Completion(prompt, seed=seed, **options) for seed in seeds]
 
-    def step(self, state, batch) -> torch.Tensor:
-        """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
-        step = state.step
-        state.step += 1
-        if not batch.notes["useful"]:
-            return torch.zeros((), device=state.ranks.device)
-        nats = backward(state, batch, batch.weights, batch.total_tokens)
-        lr_mult = self.script.lr_multiplier(state.config, step)
-        momentum = self.script.muon_momentum(state.config, step)
-        if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
-            state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-        targets = sum(state.ranks.gather(batch.total_targets))
-        return nats / max(targets, 1)
 
-    def evaluate(self, run) -> dict[str, float]:
-        found, answers = self.test()
-        run.log.write({"step": self.state.step, "answers": answers})
-        if self.state.step == 0 and not any(found.values()):
-            way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
-            run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
-        return found
+# ---- the test
 
-    def test(self) -> tuple[dict[str, float], list[dict]]:
-        """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
-        items = self.task.test
-        n = self.settings.eval_samples
-        ranks = self.state.ranks
-        # Each rank has a run of questions, so the report's are the first for any number of ranks.
-        share = -(-len(items) // ranks.world)
-        mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
-        groups = []
-        for i in mine:
-            seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
-            greedy = self.ask(items[i], [0], 0.0)
-            groups.append(greedy + self.ask(items[i], seeds, 1.0))
-        note = "held-out questions" if ranks.is_main else ""
-        complete(self.generator, [completion for group in groups for completion in group], note)
 
-        right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the sampled ones
-        answers = []
-        for i, group in zip(mine, groups, strict=True):
-            greedy, *sampled = judge(self.task, self.tokenizer, items[i], group)
-            right[i] = greedy.reward == 1, sum(r.reward == 1 for r in sampled)
-            answer = {"question": items[i].question, "expected": items[i].expected}
-            answer["answer"] = self.tokenizer.decode(group[0].tokens)
-            answers.append(answer | {"reward": greedy.reward})
-        greedy, sampled = sum(ranks.gather(right)).T
-        found = {"greedy": float(greedy.mean())}
-        for exponent in range(n.bit_length()):
-            k = 2**exponent
-            found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
-        return found, answers[:SHOWN]
+def held_out_scores(rollouts: RolloutLoader) -> tuple[dict[str, float], list[dict]]:
+    """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
+    items = rollouts.task.test
+    n = rollouts.settings.eval_samples
+    ranks = rollouts.state.ranks
+    # Each rank has a run of questions, so the report's are the first for any number of ranks.
+    share = -(-len(items) // ranks.world)
+    mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
+    groups = []
+    for i in mine:
+        greedy = rollouts.ask(items[i], [0], 0.0)
+        groups.append(greedy + rollouts.ask(items[i], [seed_of("test", i, k) for k in range(n)], 1.0))
+    note = "held-out questions" if ranks.is_main else ""
+    complete(rollouts.generator, [completion for group in groups for completion in group], note)
+
+    right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the sampled ones
+    answers = []
+    for i, group in zip(mine, groups, strict=True):
+        greedy, *sampled = judge(rollouts.task, rollouts.tokenizer, items[i], group)
+        right[i] = greedy.reward == 1, sum(r.reward == 1 for r in sampled)
+        answer = {"question": items[i].question, "expected": items[i].expected}
+        answer["answer"] = rollouts.tokenizer.decode(group[0].tokens)
+        answers.append(answer | {"reward": greedy.reward})
+    greedy, sampled = sum(ranks.gather(right)).T
+    found = {"greedy": float(greedy.mean())}
+    for exponent in range(n.bit_length()):
+        k = 2**exponent
+        found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
+    return found, answers[:SHOWN]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -366,10 +362,12 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
+    # A step has as many packs as its answers need: one in the stage table gives the number of steps.
     base = tuning.stage_config(script, checkpoint, packs=1, lr=1.0)
     same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
+        tokens=settings.steps * base.pack_tokens,
         muon_lr=base.muon_lr * settings.muon_lr,
         adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
@@ -380,13 +378,9 @@ def rl_config(script, checkpoint: Path, settings: Settings):
 
 
 def make_job(script, home: Path, settings: Settings, resume: bool):
-    """What the training script needs to know; home is the run to start from or, to resume it, the run itself."""
+    """Reinforcement, as a kind of the script's pretraining; home is the run to start from or to resume."""
     checkpoint = tuning.newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as many as it needs.
-    world = script.start_ranks().world
-    tokens = settings.steps * world * config.pack_tokens
-    config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
     tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
     chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
@@ -396,21 +390,52 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
         return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
 
     task = addition_task(settings) if settings.task == "addition" else gsm8k_task(settings, fits)
-    learner = Learner(script, settings, task, tokenizer)
-
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
-    return script.Job(
-        config=config,
-        tokenizer=tokenizer,
-        fingerprint=settings.task,
-        note=f"{note}, {len(task.test):,} held-out questions, from {settings.source}",
-        load_start=lambda state: tuning.load_source(script, state, checkpoint, moments=False),
-        loader=learner.loader,
-        step=learner.step,
-        evaluate=learner.evaluate,
-        flops=lambda config, positions: 0.0,  # of sampling, nobody has counted them
-        **tuning.tool_entries("rl", {"rl": settings.model_dump()}, __file__),
-    )
+
+    class Reinforcement(script.Pretraining):
+        command = "rl"
+        bytes_per_token = math.inf  # nothing to state in bits per byte
+
+        def __init__(self):
+            self.config = config
+            self.tokenizer = tokenizer
+            self.fingerprint = settings.task
+            self.note = f"{note}, {len(task.test):,} held-out questions, from {settings.source}"
+            tuning.describe_tool(self, {"rl": settings.model_dump()}, __file__)
+
+        def check(self, ranks) -> None:
+            """There are always enough questions, and any number of ranks can share them."""
+
+        def build(self, ranks, say):
+            """Not warmed up: the model compiles with the first answers."""
+            return script.build_state(config, ranks, say)
+
+        def start_weights(self, state) -> bool:
+            tuning.load_source(script, state, checkpoint, moments=False)
+            return True
+
+        def loader(self, run):
+            generator = engine.Generator(run.state.model, tokenizer, num_rows=settings.rows)
+            return RolloutLoader(script, settings, task, tokenizer, run.state, generator)
+
+        def step(self, state, batch):
+            return policy_gradient_step(script, state, batch)
+
+        def evaluate(self, run) -> dict[str, float]:
+            found, answers = held_out_scores(run.loader)
+            run.log.write({"step": run.state.step, "answers": answers})
+            if run.state.step == 0 and not any(found.values()):
+                way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
+                run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
+            return found
+
+        def flops(self, positions) -> float:
+            return 0.0  # of sampling, nobody has counted them
+
+        def seconds_left(self, run, entry: dict) -> float:
+            return (settings.steps - run.state.step) * entry["step_ms"] / 1e3
+
+    return Reinforcement()
 
 
 # ---- the command line
@@ -422,7 +447,7 @@ def reinforce(args: argparse.Namespace) -> dict:
     script = engine.import_script(home)
     given = tuning.describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
     job = make_job(script, home, check_settings(Settings, given), args.resume)
-    return script.train(job.config, args, job)
+    return script.train(job, args)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@
 #
 #     miniseries   3.5 billion training tokens (data/pretrain.py --source climbmix --max-files 80); 1.9e19 FLOPs; 1.3
 #                  hours, 11 device hours, 32 USD
-#     laws         9.6 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --set max_epochs=2; 2.3e19 FLOPs;
+#     laws         9.6 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --max-epochs 2; 2.3e19 FLOPs;
 #                  1.6 hours, 12.5 device hours, 38 USD
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
@@ -31,14 +31,14 @@ out=${OUT:-out/$series}
 
 if [[ $series == miniseries ]]; then
   for depth in ${DEPTHS:-8 10 12 14 16 18 20}; do
-    train train_medium.py "$out/depth_$(printf %02d "$depth")" --set "num_layers=$depth" --eval-every 0 "$@"
+    train train_medium.py "$out/depth_$(printf %02d "$depth")" --num-layers "$depth" --eval-every 0 "$@"
   done
 else
   for budget in ${BUDGETS:-3e17 6e17 1.2e18 2.4e18}; do
     plan=$(python runs/lib/scaling_plan.py "$budget" "${DEPTHS:-8 10 12 14 16}" "$@")
     while read -r depth tokens; do
       train train_medium.py "$out/flops_${budget}_depth_$(printf %02d "$depth")" \
-        --set "num_layers=$depth" --eval-every 0 "$@" --tokens "$tokens" </dev/null
+        --num-layers "$depth" --eval-every 0 "$@" --tokens "$tokens" </dev/null
     done <<<"$plan"
   done
 fi

@@ -39,7 +39,7 @@ finetune=()
 if [[ $smoke ]]; then
   data=data/shards/stdlib
   run=out/smoke_medium
-  pretrain=(@runs/cpu_medium.args --steps 20 --set width=64 --set head_dim=16)
+  pretrain=(@runs/cpu_medium.args --steps 20 --width 64 --head-dim 16)
   finetune=(--steps 4 --packs 1)
 fi
 

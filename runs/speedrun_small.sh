@@ -67,7 +67,7 @@ if [[ $smoke ]]; then
   data=${data:-$out/data}
   files=${files:-$out/tasks}
   code=(--run-code --limit 16)
-  flags=(@runs/cpu.args --steps 20 --eval-every 0 --save-every 10 --set val_tokens=8192 "${flags[@]}")
+  flags=(@runs/cpu.args --steps 20 --eval-every 0 --save-every 10 --val-tokens 8192 "${flags[@]}")
   finetune=(--packs 1)
   items=(--items 5)
   limit=(--limit 5)

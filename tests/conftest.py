@@ -75,17 +75,17 @@ TINY = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
     "bigram_rows": 500, "trigram_ratio": 2.5, "shared_input_from": 1, "pack_tokens": 128,
-    "pack_docs": 8, "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
-    "tokens": 20 * 3 * 128, "val_tokens": 1500, "mix_width": 64,
+    "max_docs_per_pack": 8, "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
+    "tokens": 20 * 3 * 128, "val_tokens": 1500, "mudd_width": 64,
 }  # fmt: skip
 
 
 # Layers 1 and 3 have the long window and value embeddings.
 TINY_MEDIUM = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
-    "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
+    "window_pattern": "SL", "pack_tokens": 128, "max_docs_per_pack": 8,
     "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
-    "val_tokens": 1500, "mix_width": 0,
+    "val_tokens": 1500, "mudd_width": 0,
     "muon_lr": 0.023, "adam_lr": 0.006,
 }  # fmt: skip
 
@@ -99,9 +99,16 @@ def tiny_medium(**overrides) -> tm.Config:
 
 
 def sets(values: dict) -> list[str]:
-    """--set for every field but tokens, since --steps or --tokens says how long a run is."""
-    fields = {key: str(value).replace(" ", "") for key, value in values.items() if key != "tokens"}
-    return [f"--set={key}={value}" for key, value in fields.items()]
+    """The flag of every field but tokens, since --steps or --tokens says how long a run is."""
+    flags = []
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif key != "tokens":
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            flags.append(f"--{name}={text}".replace(" ", ""))
+    return flags
 
 
 def entries(run_dir) -> list[dict]:
@@ -475,10 +482,10 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
         config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
     model = model or random_model(config)
     folder.mkdir(parents=True)
-    state = {"step": 7, "identity": {}, "scores": {"val_bpb": 1.25}}
+    state = {"step": 7, "scores": {"val_bpb": 1.25}}
     script(config).write_checkpoint(folder, (model.state_dict(), {}), state)
     description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
-    (folder / "config.json").write_text(json.dumps(description | {"starts": [{"identity": {}}]}))
+    (folder / "config.json").write_text(json.dumps(description))
     scored = {"step": 7, "val_bpb": 1.25, "tokens": 4096, "scored": {"bytes": 54321}}
     entries = [{"step": 5, "loss": 2.0}, scored, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
@@ -490,7 +497,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
 SHAPE = dict(
     swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
     value_embed_layers=(), key_offset_layers=(), no_attention_layers=(), long_layers=(), shared_input_from=99,
-    mix_width=0,
+    mudd_width=0,
 )  # fmt: skip
 
 

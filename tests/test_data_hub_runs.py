@@ -10,7 +10,7 @@ import hub as data_hub
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY, write_dataset
+from conftest import ROOT, TINY, sets, write_dataset
 from hub_stub import run_hub, start_hub
 from processes import python
 
@@ -24,9 +24,8 @@ def trained(tmp_path_factory) -> Path:
     """A run of 4 steps with the checkpoints of two of them and a file that is nobody else's business."""
     folder = tmp_path_factory.mktemp("run")
     data = write_dataset(folder / "data")
-    sets = [word for key, value in TINY.items() if key != "tokens" for word in ("--set", f"{key}={value}")]
     flags = ("--data", data, "--run-dir", folder / "a", "--steps", 4, "--save-every", 2, "--log-every", 1)
-    done = python("train_small.py", *flags, *sets)
+    done = python("train_small.py", *flags, *sets(TINY))
     assert done.returncode == 0, done.stderr
     (folder / "a/wandb_id.txt").write_text("private")
     return folder / "a"

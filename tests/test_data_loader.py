@@ -77,7 +77,7 @@ def test_positions_ends_and_counts(epochs):
             assert positions == expected
         assert batch.total_targets == int((batch.targets >= 0).sum())
         assert batch.total_tokens == batch.tokens.numel()
-    assert any(b.total_targets < b.total_tokens for b in found), "some pack should hit pack_docs and be padded"
+    assert any(b.total_targets < b.total_tokens for b in found), "some pack should hit max_docs_per_pack and be padded"
 
 
 def test_any_position_continues_exactly(dataset, epochs):
@@ -121,7 +121,7 @@ def test_loader_reports_the_end_of_the_text(dataset):
     """One epoch more than there is ends with a sentence that names both ways out."""
     config = tiny_config(tokens=10**6)
     loader = loader_of(dataset, config)
-    with pytest.raises(ts.UserError, match="ran out of text after 1 epoch.*--tokens.*max_epochs"):
+    with pytest.raises(ts.UserError, match="ran out of text after 1 epoch.*--tokens.*--max-epochs"):
         for _ in range(config.num_steps):
             loader.next()
     loader.close()
@@ -211,9 +211,9 @@ def test_validation_batch(dataset):
     assert all(set(targets) == {-1} and len(targets) <= 64 for _, targets in found if targets[0] == -1)
     assert batch.total_targets == sum(len(d) - 1 for d in real) == int((batch.targets >= 0).sum())
     assert batch.max_doc == 64 and batch.reader_state is None
-    for pack_docs in (1, 2):  # few documents in a pack
-        narrow = validation_of(dataset, dataclasses.replace(config, pack_docs=pack_docs))
-        assert len(narrow.tokens) >= -(-len(real) // pack_docs) and narrow.total_targets == batch.total_targets
+    for max_docs_per_pack in (1, 2):  # few documents in a pack
+        narrow = validation_of(dataset, dataclasses.replace(config, max_docs_per_pack=max_docs_per_pack))
+        assert len(narrow.tokens) >= -(-len(real) // max_docs_per_pack) and narrow.total_targets == batch.total_targets
 
 
 def test_validation_stops_after_val_tokens(dataset):

@@ -24,7 +24,7 @@ from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
 from processes import python
 
 TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
-        "pack_docs": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip
+        "max_docs_per_pack": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip
 SENTENCES = (
     "the stone is in the order", "then the rest and an outer hat", "seller of stone", "an hat is then in the",
     "order and rest", "the ten outer seller", "in the stone order the hat", "rest is the order of an",
@@ -513,10 +513,8 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     assert "--val-pairs is missing" in stops(ft.main, pretrained, "--score-only")
     assert not new.exists()
     copy = shutil.copytree(finetuned, tmp_path / "edited")
-    description = ts.read_description(copy)
-    description["starts"][-1]["identity"]["scripts"]["finetune_encoder.py"] = "0"
-    (copy / "config.json").write_text(json.dumps(description))
-    assert "did not begin like this" in stops(ft.main, "--resume", "--run-dir", copy)
+    (copy / "train_small.py").write_text("another one")
+    assert "began with another version of train_small.py" in stops(ft.main, "--resume", "--run-dir", copy)
     for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
         error = stops(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
         assert error.endswith(f"error: unrecognized arguments: {others}")

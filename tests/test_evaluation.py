@@ -78,8 +78,9 @@ def test_what_is_scored_is_stated(tokenizer):
     assert [len(counted) for _, counted in scored] == [3, 2]
     tokens = np.array([bos, the, 97, bos, bos, the, 97], "<u2").tobytes()
     expected = {"targets": 3, "bytes": 4 + 1 + 1, "sha256": hashlib.sha256(tokens).hexdigest()}
-    job = ts.Job(config, tokenizer, "data", "", validation=iter([whole, empty, part, whole]))
-    assert ts.load_validation(job, CPU).scored == expected
+    assert ts.load_validation(iter([whole, empty, part, whole]), tokenizer, config).scored == expected
+    with pytest.raises(ts.UserError, match="has no bytes to score"):
+        ts.load_validation(iter([empty]), tokenizer, config)
 
 
 @pytest.fixture(scope="module")

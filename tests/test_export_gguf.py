@@ -117,7 +117,7 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
     """One sentence, exit code not 0, and no file, not even a part of one."""
     default = write_run(tmp_path / "default", bpe)
     gpt4 = write_run(tmp_path / "gpt4", bpe, config=portable_config(vocab_size=900, dtype="float32"))
-    half = write_run(tmp_path / "half", bpe, config=portable_config(vocab_size=900, dtype="float32", mix_width=8))
+    half = write_run(tmp_path / "half", bpe, config=portable_config(vocab_size=900, dtype="float32", mudd_width=8))
     full = tmp_path / "full.gguf"
     full.write_text("mine")
     new = tmp_path / "new"
@@ -131,8 +131,8 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
 
     fails(default, "--gguf", new, "(it has swiglu=False); train with @runs/portable.args on a dataset of")
     fails(gpt4, "--gguf", new, "does not know the split pattern")
-    fails(half, "--gguf", new, "mix_width=8")
-    fails(half, "--out", new, "mix_width=8")
+    fails(half, "--gguf", new, "mudd_width=8")
+    fails(half, "--out", new, "mudd_width=8")
     fails(run_dir, "--gguf", full, "exists")
     (tmp_path / "model.safetensors").touch()
     fails(tmp_path, "--gguf", new, "merge adapters into the model first")
@@ -153,7 +153,7 @@ def test_a_residual_factor_that_no_norm_takes_away(tmp_path):
 
 @pytest.mark.parametrize("changed", [
     {}, {"softcap": (15.0, 0.0, 15.0)}, {"window_short": 32}, {"value_embed_layers": (1,)}, {"shared_input_from": 1},
-    {"rotary_full": False}, {"no_attention_layers": (2,)}, {"swiglu": False}, {"mix_width": 8}, {"bigram_rows": 9},
+    {"rotary_full": False}, {"no_attention_layers": (2,)}, {"swiglu": False}, {"mudd_width": 8}, {"bigram_rows": 9},
 ])  # fmt: skip
 def test_what_is_portable(changed):
     reason = export_portable.why_not_portable(random_model(portable_config(**changed)))

@@ -19,12 +19,12 @@ from conftest import export_run, tiny_config, tiny_medium, write_run
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),
-         "key_offset_layers": (), "mix_width": 0, "shared_input_from": 3}  # fmt: skip
+         "key_offset_layers": (), "mudd_width": 0, "shared_input_from": 3}  # fmt: skip
 KINDS = {
     "small": lambda: tiny_config(**SIZES),
     "medium": lambda: tiny_medium(**SIZES),
     "plain": lambda: tiny_config(**SIZES, **PLAIN),  # without all that can be switched off
-    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, trigram_ratio=2.5, mix_width=8),
+    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, trigram_ratio=2.5, mudd_width=8),
 }
 
 
@@ -172,7 +172,7 @@ def test_modules_have_their_usual_names(exported):
     """PEFT looks for nn.Linear and for the embeddings."""
     linear = [name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)]
     expected = {"lm_head", *(f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down"))}
-    if exported.gpt.config.mix_width:
+    if exported.gpt.config.mudd_width:
         expected |= {"in_proj", "out_proj"}
     assert {name.rpartition(".")[2] for name in linear} == expected and len(linear) >= 21
     assert exported.model.get_input_embeddings() is exported.model.model.embed_tokens

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
 from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
-from conftest import write_dataset, write_jsonl  # isort: skip
+from conftest import sets, write_dataset, write_jsonl  # isort: skip
 from processes import python
 
 CONTEXT = TINY["max_seq_len"]
@@ -61,9 +61,8 @@ def data(tmp_path_factory) -> Path:
 
 
 def flags(data, run_dir, *more, **overrides) -> list[str]:
-    sets = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
     every = ("--save-every", "5", "--eval-every", "10", "--log-every", "1")
-    return ["--data", str(data), "--run-dir", str(run_dir), *sets, *every, *map(str, more)]
+    return ["--data", str(data), "--run-dir", str(run_dir), *sets(overrides), *every, *map(str, more)]
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +94,7 @@ def finished(base, tmp_path_factory) -> tuple[Path, str]:
     return run_dir, out.getvalue()
 
 
-def job(base, *more, **overrides) -> ts.Job:
+def job(base, *more, **overrides) -> ts.Pretraining:
     argv = tune(base, "unused", *more, **overrides)
     return finetune.new_job(ts, finetune.build_parser(ts).parse_args(argv))
 
@@ -144,7 +143,7 @@ def test_whole_conversations_once_an_epoch(setup, data):
             rest = batch.targets[row, sum(len(i) for i, _ in pack) :]
             assert (rest == -1).all() and (batch.positions[row] < CONTEXT).all()
         assert batch.total_targets == counted == (batch.targets >= 0).sum()
-    assert max(docs) <= config.pack_docs and len(found) == 2 * len(truth)
+    assert max(docs) <= config.max_docs_per_pack and len(found) == 2 * len(truth)
     epochs = found[: len(truth)], found[len(truth) :]
     assert all(Counter(epoch) == Counter(truth) for epoch in epochs)
     assert epochs[0] != truth and epochs[0] != epochs[1], "shuffled, each time anew"
@@ -279,15 +278,14 @@ def test_starts_from_the_models_weights(finished, base, data):
 
 @pytest.mark.parametrize("moments", (True, False))
 def test_moments(base, moments):
-    """Those of the source, or none as in reinforcement learning; fp16 begins with its own loss scale."""
+    """Those of the source, or none as in reinforcement learning."""
     start = job(base)
     state = ts.build_state(start.config, ALONE, lambda text: None)
-    state.loss_scale = 65536.0
     source = base / "checkpoints" / "step_000020"
-    start.load_start(state) if moments else tuning.load_source(ts, state, source, moments=False)
+    start.start_weights(state) if moments else tuning.load_source(ts, state, source, moments=False)
     weights, *moments_files = (load_file(source / name) for name in ts.CHECKPOINT_FILES)
     theirs = {name: moment for file in moments_files for name, moment in file.items()}
-    assert (state.step, state.loss_scale, state.optimizer.count) == (0, 65536.0, 20 * moments)
+    assert state.step == 0
     assert all(torch.equal(w, weights[name]) for name, w in state.optimizer.weights().items())
     late = [any(name.endswith(".grad") for name in found) for found in (theirs, state.optimizer.state())]
     assert late == [True, False], "late gradients are of text that is not trained on now"
@@ -300,7 +298,7 @@ def test_flags_come_last(base):
     config = job(base, "--steps", 3, "--lr", 0.3, cooldown=0.4).config
     assert config.stages == ((1.0, 4, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
     assert (config.lr_floor, config.bigram_rows, config.momentum) == (0.0, 500, (0.95, 0.95, 0, 0))
-    assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
+    assert (config.mtp_weights, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
 
 
 def test_weights_are_not_averaged(base):
@@ -427,11 +425,11 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["--resume", "--run-dir", "{base}"], ["{base} is a run of train_small.py; continue it with", "train_small.py"]),
     (["--resume", "--run-dir", "{rl}"], ["{rl} is a run of runs/rl.py; continue it with", "runs/rl.py --resume"]),
     (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
-    (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
-    (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
+    (["{base}", "--pack", "4"], ["unknown flag --pack; did you mean --packs?"]),
+    (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "--max-epochs"]),
     (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
     (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py"]),
-    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
+    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change --seed: ", "has 0; leave it out"]),
     (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
     (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
 ], ids=lambda value: " ".join(value)[:40])  # fmt: skip

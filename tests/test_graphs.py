@@ -44,9 +44,9 @@ class Repeated:
                 old.copy_(new)
 
         self.replay = repeat
-        for index_T, rows_TC in rows:
+        for index_T, grad_TC in rows:
             index_T.fill_(-1)
-            rows_TC.fill_(float("nan"))
+            grad_TC.fill_(float("nan"))
         return nats.fill_(float("nan")), rows
 
 
@@ -83,11 +83,11 @@ def curve(config, dataset, graphs: bool, warm_up=lambda state: None):
 STAGES = ((0.5, 4, 1.0), (0.5, 2, 1.2))  # four micro-batches, then two
 
 
-@pytest.mark.parametrize("ahead", ((1.0,), (1.0, 0.5)))
-def test_replayed_steps_are_steps(stand_in, dataset, ahead):
+@pytest.mark.parametrize("mtp_weights", ((1.0,), (1.0, 0.5)))
+def test_replayed_steps_are_steps(stand_in, dataset, mtp_weights, capsys):
     """Several micro-batches, two stages, a late table, changing loss weights; the warm-up captures everything."""
     captured = set()
-    config = tiny_config(stages=STAGES, micro_batch_tokens=128, ahead=ahead)
+    config = tiny_config(stages=STAGES, micro_batch_tokens=128, mtp_weights=mtp_weights)
     config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
 
     def warm_up(state):
@@ -98,6 +98,19 @@ def test_replayed_steps_are_steps(stand_in, dataset, ahead):
     got, same, graphs = curve(config, dataset, True, warm_up)
     assert set(graphs) == captured and len(captured) == 2
     assert len(set(want)) == 8 and got == want and all(torch.equal(same[n], weights[n]) for n in weights)
+    assert not capsys.readouterr().out
+
+
+def test_a_late_capture_is_told(stand_in, dataset, capsys):
+    """A micro-batch of a size that the warm-up has not seen costs seconds of training, which a line says."""
+    config = tiny_config(stages=STAGES, micro_batch_tokens=128)
+
+    def warm_up(state):
+        ts.warm_up(state, lambda text: None)
+        state.micro_packs = 2
+
+    curve(config, dataset, True, warm_up)
+    assert capsys.readouterr().out.startswith("note: a CUDA graph for 256 tokens is captured while the clock runs")
 
 
 @pytest.mark.gpu

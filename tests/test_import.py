@@ -74,26 +74,25 @@ def test_help_needs_no_torch(command, tmp_path):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-# What a script does before it imports PyTorch, on a machine that seems to have a GPU.
+# What a script does before it imports PyTorch.
 BEFORE_TORCH = """
-import os, runpy, shutil, subprocess, sys
+import runpy, subprocess, sys
 class Stop:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.exit(0)
 sys.meta_path.insert(0, Stop())
-shutil.which = lambda name: f"/usr/bin/{name}"
-subprocess.Popen = lambda command, **options: print(*command[1:], options["stdout"])
+subprocess.Popen = lambda command, **options: print(*command[1:])
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("environment", ({}, {"LOCAL_RANK": "1"}, {"TRITON_CACHE_DIR": str(ROOT)}), ids=str)
-def test_kernels_are_compiled_ahead_once(environment, tmp_path):
-    """Where nothing is compiled yet, the first process of a machine starts another for that, and goes on."""
+@pytest.mark.parametrize("environment", ({}, {"TRITON_CACHE_DIR": str(ROOT)}), ids=str)
+def test_kernels_are_compiled_ahead(environment, tmp_path):
+    """Where nothing is compiled yet, a process for that is started, and the script goes on."""
     script = str(ROOT / "train_small.py")
     argv = [sys.executable, "-c", BEFORE_TORCH, script, "--steps", "3"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    started = f"{ROOT}/dev/kernel_cache.py {script} --steps 3 {subprocess.DEVNULL}\n"
+    started = f"{ROOT}/runs/lib/kernel_cache.py {script} --steps 3\n"
     assert (done.stdout, done.stderr, done.returncode) == ("" if environment else started, "", 0)

@@ -13,24 +13,26 @@ from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps,
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 # They take no run, and train or plan with the script of this checkout.
-WITH_OUR_SCRIPT = "check_nodes finetune_hf scaling_plan train_encoder encoder_config encoder_model train_plain".split()
+WITH_OUR_SCRIPT = "check_nodes finetune_hf kernel_cache scaling_plan train_encoder encoder_config encoder_model".split()
+WITH_OUR_SCRIPT += ["train_plain"]
 TOOLS = sorted(path for path in ROOT.glob("runs/**/*.py") if path.stem not in WITH_OUR_SCRIPT)
 
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
-    SCALARS Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
+    SCALARS Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
-    build_optimizer train checkpoints CHECKPOINT_FILES newest_whole check_checkpoint load_checkpoint
-    read_config read_description build_parser change_config run_command
+    build_state build_optimizer train micro_step ngram_tables set_sparse_gradients
+    checkpoints CHECKPOINT_FILES newest_whole check_checkpoint load_checkpoint
+    read_config read_description build_parser change_config resumed_config run_command
 """.split()
 
 
 @SCRIPTS
 def test_interface_names_exist(module):
     """Each name once, and all of them in both scripts; and what tools ask of a GPT object."""
-    assert module.INTERFACE == 9
+    assert module.INTERFACE == 10
     assert len(set(NAMES)) == len(NAMES)
     assert [name for name in NAMES if not hasattr(module, name)] == []
     model = module.GPT(tiny_config() if module is ts else tiny_medium())
@@ -51,15 +53,16 @@ def test_tools_use_only_the_interface(path):
     assert not re.search(r"^ *(from|import) train_(small|medium)", source, re.M)
 
 
-@pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
-def test_fields_that_a_resumed_run_may_change(make, dataset):
-    """All others are part of a run's identity; a new field of Config is, unless FREE_ON_RESUME names it."""
-    config = make()
-    module = script(config)
-    job = module.Job(config, dataset.tokenizer, "data", "")
-    fields = {field.name for field in dataclasses.fields(config)}
-    assert set(module.FREE_ON_RESUME) <= fields
-    assert module.identity(job).keys() == {"script", "data"} | fields - set(module.FREE_ON_RESUME)
+@SCRIPTS
+def test_every_field_is_a_flag_with_help(module):
+    """Its comment in the source is the help; a run that is resumed may change some of them."""
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    actions = {action.dest: action for action in module.build_parser()._actions}
+    assert fields <= actions.keys() and set(module.FREE_ON_RESUME) <= fields
+    assert [name for name in fields if len(actions[name].help) < 10] == []
+    assert actions["mtp_until"].help.startswith("fraction of the run over which all")
+    assert actions["prefix_weight"].help.startswith("Weight of a second target: "), "a comment in the line above"
+    assert actions["adam_eps"].help.endswith("(record 20) [1e-10]")
 
 
 @SCRIPTS
@@ -85,7 +88,7 @@ MEDIUM_LOSSES = """
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(lr_floor=0.15, ahead_until=0.5), SMALL_LOSSES, 2.9077138), (tiny_medium(), MEDIUM_LOSSES, 1.3635081)),
+    ((tiny_config(lr_floor=0.15, mtp_until=0.5), SMALL_LOSSES, 2.9077138), (tiny_medium(), MEDIUM_LOSSES, 1.3635081)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):

@@ -168,7 +168,7 @@ def updated(update, start, gradient, rows=None, dtype=None) -> list:
     """Master, second moments and, if they have a dtype, weights after one update."""
     master, square = start.clone(), torch.arange(float(len(start)), device=start.device)
     weights = start.to(dtype) if dtype else None
-    numbers = dict(lr=0.1, beta2=0.9, correction=0.3, eps=1e-10, decay=0.5, grad_scale=0.25)
+    numbers = dict(lr=0.1, beta2=0.9, correction=0.3, eps=1e-10, decay=0.5)
     update(master, gradient, square, weights, rows, **numbers)
     return [master, square, weights] if dtype else [master, square]
 
@@ -215,7 +215,7 @@ def test_update_rows_rounds_bf16_stochastically(device):
     grad = torch.rand(256, 48, device=device).bfloat16() + 0.5
     grad[::4] = 0
     index = torch.randperm(256, device=device)
-    numbers = dict(lr=1e-4, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=1.0)
+    numbers = dict(lr=1e-4, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1)
 
     def updated(function, dtype):
         master = start.to(dtype, copy=True)

@@ -21,7 +21,7 @@ TECHNIQUES = {
     "bigram": ({"trigram_ratio": 0.0}, {"bigram_rows": 0}),
     "trigram": ({}, {"trigram_ratio": 0.0}),
     "shared_input": ({}, {"shared_input_from": 3}),
-    "mix": ({}, {"mix_width": 0}),
+    "mix": ({}, {"mudd_width": 0}),
     "attention_everywhere": ({"no_attention_layers": ()}, {}),
     "long_layers": ({}, {"long_layers": ()}),
     "windows": ({}, {"window_short": 1, "window_long": 3}),
@@ -36,7 +36,7 @@ MEDIUM = {
     "bigram": ({"bigram_rows": 500}, {}),
     "trigram": ({"bigram_rows": 500, "trigram_ratio": 2.5}, {"bigram_rows": 500}),
     "x0_injection": ({"bigram_rows": 500}, {"bigram_rows": 500, "x0_injection": False}),
-    "mix": ({"mix_width": 64}, {}),
+    "mix": ({"mudd_width": 64}, {}),
     "window_pattern": ({}, {"window_pattern": "S"}),
     "tied": ({"tied": True}, {}),
     "odd_layers": ({"num_layers": 3}, {}),
@@ -128,7 +128,7 @@ def test_packed_documents_equal_one_at_a_time(config, monkeypatch):
 
 def test_targets_of_training():
     """Two documents and padding by hand: nothing beyond the end of a document, no prefix where there is no target."""
-    model = ts.GPT(tiny_config(ahead=(1.0, 0.5, 0.25)))
+    model = ts.GPT(tiny_config(mtp_weights=(1.0, 0.5, 0.25)))
     model.prefixes[5:9] = torch.tensor([1, -1, 2, 3], dtype=torch.int32)
     targets = torch.tensor([5, 6, 7, 8, 5, -1, -1], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 0, 1, 0, 1], dtype=torch.int32)
@@ -140,7 +140,7 @@ def test_targets_of_training():
 
 def test_token_weights_scale_each_targets_loss():
     """Loss and gradients with weights are those of the weighted sum over targets, one by one; weight 0 is no target."""
-    model = random_model(tiny_config(prefix_weight=0.0, ahead=(1.0,)))
+    model = random_model(tiny_config(prefix_weight=0.0, mtp_weights=(1.0,)))
     inputs = pack(random_documents((9, 5, 12)))
     T = len(inputs[0])
     weights = torch.randn(T, generator=torch.Generator().manual_seed(3))
@@ -191,7 +191,7 @@ def test_flops_by_hand():
 @both
 def test_prefix_loss(config):
     """In training the prefix of each target is a second one, with a weight; an ignored target has none."""
-    config = dataclasses.replace(config, ahead=(1.0,))
+    config = dataclasses.replace(config, mtp_weights=(1.0,))
     model, documents = random_model(config), random_documents((30, 20))
     model.prefixes[:300] = torch.arange(300) // 2 - 1  # -1 for tokens 0 and 1
     tokens, targets, *rest = pack(documents)
@@ -290,7 +290,7 @@ def test_initial_weights():
 @pytest.mark.parametrize(
     ("config", "products"),
     # Of a layer 4 in the MLP and, in the medium model, 3 in o; 3 of the head; those of qkv need a GPU.
-    [(tiny_config(mix_width=0), 4 * 4 + 3), (tiny_medium(), 7 * 4 + 3)],  # random weights of mix enlarge every error
+    [(tiny_config(mudd_width=0), 4 * 4 + 3), (tiny_medium(), 7 * 4 + 3)],  # random weights of mix enlarge every error
     ids=("small", "medium"),
 )
 def test_fp8_is_for_training(config, products, monkeypatch):
@@ -314,14 +314,14 @@ def test_fp8_is_for_training(config, products, monkeypatch):
         assert 1e-3 < error < 0.25, f"{name}: {error}"
 
 
-EVERYTHING = {"num_layers": 2, "bigram_rows": 500, "mix_width": 64}
+EVERYTHING = {"num_layers": 2, "bigram_rows": 500, "mudd_width": 64}
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        tiny_config(mix_width=8, fp8=False, fp8_head=False),
-        tiny_config(mix_width=8),
+        tiny_config(mudd_width=8, fp8=False, fp8_head=False),
+        tiny_config(mudd_width=8),
         tiny_medium(**EVERYTHING),
         tiny_medium(**EVERYTHING, recompute=True),
     ],

@@ -52,10 +52,10 @@ def test_normuon_is_the_textbook_one(shape):
     statistic = torch.zeros(2, *((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1])))
     textbook = TextbookMuon(master.clone(), lr=0.05, momentum=0.9, beta2=0.8, decay=0.3, mult=2.0)
     buffer, mult = torch.zeros(2, *shape), torch.full((2, 1, 1), 2.0)
-    numbers = dict(lr=0.05, momentum=0.9, beta2=0.8, decay=0.3, grad_scale=8, dtype=torch.float32)
+    numbers = dict(lr=0.05, momentum=0.9, beta2=0.8, decay=0.3, dtype=torch.float32)
     for _ in range(5):
         grad = torch.randn(2, *shape, generator=rng) * torch.rand(shape[0], 1, generator=rng) * 4
-        ts.normuon_update(master, grad / 8, buffer, statistic, mult, None, **numbers)
+        ts.normuon_update(master, grad, buffer, statistic, mult, None, **numbers)
         textbook.step(grad)
         torch.testing.assert_close(master.double(), textbook.p, atol=5e-4, rtol=1e-4)
 
@@ -136,12 +136,12 @@ def test_sparse_gradient_in_steps(late):
         for seed in (0, 1, 2):
             batch = pack(random_documents((60, 60), seed=seed))
             if sparse:
-                _, rows = ts.micro_step(state, ts.MicroBatch(*batch), torch.tensor(0.01))
+                _, gradients = ts.micro_step(state, ts.MicroBatch(*batch), torch.tensor(0.01))
                 assert model.bigram_embed.grad is None
-                ts.set_sparse_gradients(model, [rows])
+                ts.set_sparse_gradients(model, [[gradient] for gradient in gradients])
             else:
                 (model(*batch)[0] * 0.01).backward()
-            assert optimizer.step(1.0, 0.9)
+            optimizer.step(1.0, 0.9)
         found.append({**optimizer.weights(), "square": optimizer.state()["bigram_embed.second_moment"]})
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], atol=1e-5, rtol=1e-4, msg=name)
@@ -194,7 +194,7 @@ def test_optimizer_step_applies_the_table(config, rows, down):
     for seed in (0, 1, 2):
         (model(*pack(random_documents((60, 60), seed=seed)))[0] / 100).backward()
         before_last, grads = grads, {name: p.grad.clone() for name, p in model.named_parameters()}
-        assert optimizer.step(0.7, 0.9)
+        optimizer.step(0.7, 0.9)
         for name, textbook in muon.items():
             textbook.step(grads[name].view(textbook.p.shape))
             got = model.get_parameter(name).detach().view(textbook.p.shape)
@@ -218,16 +218,15 @@ def test_optimizer_step_applies_the_table(config, rows, down):
             assert worst < 1e-3, f"{name}: {worst}"
 
 
-@pytest.mark.parametrize("scale", (1.0, 8.0), ids=("bf16", "fp16"))
-def test_a_parameter_that_nothing_uses(scale):
+def test_a_parameter_that_nothing_uses():
     """The medium model without input and bigrams in its layers has no use for its table of scalars."""
     config = tiny_medium(x0_injection=False, bigram_rows=0)
     model = random_model(config)
     optimizer = script(config).build_optimizer(model, config)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for _ in range(2):
-        (model(*pack(random_documents((50, 60))))[0] * (scale / 100)).backward()
-        assert optimizer.step(1.0, 0.9, scale)
+        (model(*pack(random_documents((50, 60))))[0] / 100).backward()
+        optimizer.step(1.0, 0.9)
     changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
     assert changed == set(before) - {"scalars"}
 
@@ -247,7 +246,7 @@ def test_optimizer_state_survives_a_round_trip(dtype):
     first.step(1.0, 0.9)
     for name, param in models[0].named_parameters():
         assert torch.equal(param, first.weights()[name].to(param.dtype)), f"{name} is not its rounded master"
-    second.load(first.weights(), first.state(), first.count)
+    second.load(first.weights(), first.state())
     models[1].load_state_dict(models[0].state_dict())
     for model, optimizer in zip(models, (first, second), strict=True):
         (model(*pack(random_documents((40, 60), seed=3)))[0] / 100).backward()
@@ -273,30 +272,55 @@ def test_matrices_in_parts():
         torch.testing.assert_close(weights[1][name], whole, atol=1e-6, rtol=1e-5)
 
 
-def test_overflowed_gradient_is_not_applied():
-    """With loss scaling, one infinite gradient leaves weights and moments as they were."""
-    model = random_model(tiny_config())
+def test_a_missing_moment_is_no_zero():
+    """Only averages may be absent from what a checkpoint holds."""
+    model = random_model(tiny_config(average=0.5))
+    optimizer = ts.build_optimizer(model, tiny_config(average=0.5))
+    whole = optimizer.state()
+    for missing in ("qk_bank.momentum", "embed.exp_avg", "value_embed.updates"):
+        with pytest.raises(KeyError, match=missing):
+            optimizer.load(optimizer.weights(), {name: value for name, value in whole.items() if name != missing})
+    optimizer.load(optimizer.weights(), optimizer.state(averages=False))
+
+
+def half_precision_step(model, optimizer, scale: float, seed: int) -> None:
+    """A step of the optimizer with gradients in fp16, times a scale, of a model whose forward is in fp32."""
+    twin = random_model(tiny_config())
+    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    (twin(*pack(random_documents((50, 60), seed=seed)))[0] / 100 * scale).backward()
+    for param, exact in zip(model.parameters(), twin.parameters(), strict=True):
+        param.grad = exact.grad.to(param.dtype)
+    optimizer.step(1.0, 0.9)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped():
+    """In fp16 one infinite gradient leaves weights, moments and late gradients as they were; in fp32 nobody looks."""
+    model = ts.GPT(tiny_config(), dtype=torch.float16)
+    model.init_weights(0)
     optimizer = ts.build_optimizer(model, tiny_config())
-    (model(*pack(random_documents((50,))))[0] / 100).backward()
-    model.scalars.grad[0, 0] = math.inf
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert optimizer.step(1.0, 0.9, loss_scale=4.0) is False
-    assert optimizer.count == 0 and all(v.abs().max() == 0 for v in optimizer.state().values())
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    half_precision_step(model, optimizer, 1.0, seed=0)
+    before = {name: value.clone() for name, value in (optimizer.weights() | optimizer.state()).items()}
+    assert any(name.endswith(".grad") for name in before), "late tables wait"
+    half_precision_step(model, optimizer, math.inf, seed=1)
+    after = optimizer.weights() | optimizer.state()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert all(param.grad is None for param in model.parameters())
+    half_precision_step(model, optimizer, 1.0, seed=1)
+    assert not torch.equal(before["embed"], optimizer.weights()["embed"])
 
 
-def test_loss_scale_is_taken_out():
-    """Gradients of one scale and then of another: the moments and weights are those of a constant scale."""
+def test_no_update_depends_on_the_scale_of_gradients():
+    """So gradients in fp16 are never scaled back."""
     config, found = tiny_config(), []
-    for scales in ((4.0, 4.0, 4.0), (2.0, 64.0, 8.0)):
+    for scale in (1.0, 64.0):
         model = random_model(config)
         optimizer = ts.build_optimizer(model, config)
-        for seed, scale in enumerate(scales):
+        for seed in range(3):
             (model(*pack(random_documents((50, 60), seed=seed)))[0] / 100 * scale).backward()
-            assert optimizer.step(1.0, 0.9, scale)
-        found.append({**optimizer.weights(), **optimizer.state()})
+            optimizer.step(1.0, 0.9)
+        found.append(optimizer.weights())
     for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(found[1][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
 THIRDS = tuple((1 / 3, packs, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
@@ -338,13 +362,13 @@ def test_momentum():
 
 
 def test_loss_weights():
-    """The next token's stays, others are gone at ahead_until; the prefix's is whole for a third, gone after two."""
-    config = schedule_config(ahead=(1.0, 0.5, 0.25), ahead_until=0.5, prefix_weight=0.3)
+    """The next token's stays, others are gone at mtp_until; the prefix's is whole for a third, gone after two."""
+    config = schedule_config(mtp_weights=(1.0, 0.5, 0.25), mtp_until=0.5, prefix_weight=0.3)
     found = [ts.loss_weights(config, step) for step in (0, 75, 100, 150, 200, 300)]
     by_hand = [[1, 0.5, 0.25, 0.3], [1, 0.25, 0.125, 0.3], [1, 1 / 6, 1 / 12, 0.3], [1, 0, 0, 0.15], [1, 0, 0, 0],
                [1, 0, 0, 0]]  # fmt: skip
     assert all(a == pytest.approx(b) for a, b in zip(found, by_hand, strict=True))
-    assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
+    assert ts.loss_weights(schedule_config(mtp_weights=(1.0,), prefix_weight=0.0), 10) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -353,12 +377,12 @@ def test_loss_weights():
 )
 def test_stage_rule(tokens, fewest, packs):
     """The batch B doubles after B ** 2 / 89 tokens, and rates rise with its root."""
-    config = ts.Config(tokens=tokens, fewest_packs=fewest)
+    config = ts.Config(tokens=tokens, min_packs=fewest)
     assert [stage.packs for stage in config.stage_table] == packs
     assert [stage.lr_mult for stage in config.stage_table] == pytest.approx([(n / 8) ** 0.5 for n in packs], abs=1e-3)
     done = 0.0
     for stage in config.stage_table[:-1]:
-        done += stage.share * config.num_steps * stage.packs * 8192
+        done += stage.fraction * config.num_steps * stage.packs * 8192
         assert done == pytest.approx((stage.packs * 8192) ** 2 / 89, rel=0.01)
 
 
@@ -370,6 +394,12 @@ def test_number_of_steps():
     assert default.num_steps == 2402  # 48.3 M tokens / 65,536 + 144.8 M / 131,072 + 146.9 M / 262,144
     assert all(stage.packs % 8 == 0 for stage in default.stage_table)
     assert dataclasses.replace(default, vocab_size=32768).padded_vocab == 32768 and tiny_config().padded_vocab == 320
+
+
+def test_another_length_has_other_stages():
+    """Also by dataclasses.replace(): the stages by the rule are those of the new number of tokens."""
+    longer = dataclasses.replace(ts.Config(tokens=34_000_000), tokens=340_000_000)
+    assert longer.stages == () and longer.stage_table == ts.Config().stage_table
 
 
 @pytest.mark.parametrize(
@@ -397,7 +427,9 @@ def test_averages_with_norms(steps, stop, resumed, counted, tmp_path):
             for slot in state.optimizer.slots:
                 slot.master.add_(torch.randn(slot.master.shape, generator=rng))
             weights.append({slot.name: slot.master.clone() for slot in state.optimizer.slots})
-            ts.average_weights(state)
+            ts.sample_average(state)
+        if last == length:
+            ts.blend_average(state)
         return state
 
     ts.save_checkpoint(run(1, stop, steps), tmp_path, {})
@@ -434,5 +466,6 @@ def test_a_negative_share_is_no_average():
     state = ts.build_state(tiny_config(average=-0.1), ALONE, lambda text: None)
     before = {name: weights.clone() for name, weights in state.optimizer.weights().items()}
     state.step = state.config.num_steps
-    ts.average_weights(state)
+    ts.sample_average(state)
+    ts.blend_average(state)
     assert all(torch.equal(weights, before[name]) for name, weights in state.optimizer.weights().items())

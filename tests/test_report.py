@@ -9,7 +9,7 @@ import report as command
 import train_small as ts
 from lib import engine, report
 
-from conftest import ROOT, TINY, write_run
+from conftest import ROOT, TINY, sets, write_run
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
@@ -181,8 +181,8 @@ def test_curves(names, training, score):
 def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
     """A run of the training script: samples go on with held-out text as the engine does."""
     run_dir = tmp_path / "run"
-    sets = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
-    assert ts.main(["--data", str(dataset_dir), "--run-dir", str(run_dir), "--steps", "2", "--seed", "3", *sets]) == 0
+    flags = ["--data", str(dataset_dir), "--run-dir", str(run_dir), "--steps", "2", "--seed", "3", *sets(TINY)]
+    assert ts.main(flags) == 0
     capsys.readouterr()
     assert command.main([str(run_dir), "--device", "cpu"]) == 0
     said = capsys.readouterr().out

@@ -21,7 +21,7 @@ import torch
 import train_small as ts
 from lib import chat_format, chat_tasks, engine
 
-from conftest import ROOT, TINY, call, chat, entries, run_sft, write_jsonl
+from conftest import ROOT, TINY, call, chat, entries, run_sft, sets, write_jsonl
 from processes import python
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
@@ -44,10 +44,9 @@ def source(tmp_path_factory):
         a, b = sft.random_sum(rng, 1, "train")
         talks.append(chat(sft.addition_texts(a, b)[0], f"#### {a + b + (rng.random() < 0.65)}"))
     run_sft(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
-    sets = [word for key, value in BASE.items() for word in ("--set", f"{key}={value}")]
-    flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets]
+    flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets(BASE)]
     assert call(ts.main, *flags)[0] == 0
-    flags = [folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--set", "max_epochs=99", "--packs", 4,
+    flags = [folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--max-epochs", 99, "--packs", 4,
              "--eval-every", 0]  # fmt: skip
     assert call(finetune.main, *flags)[0] == 0
     return folder / "sft"
@@ -62,12 +61,12 @@ def settings_of(*flags) -> rl.Settings:
 def setup(source):
     """setup(*flags): a run at step 0 that writes no files."""
 
-    def build(*flags) -> rl.Learner:
+    def build(*flags) -> rl.RolloutLoader:
         settings = settings_of(source, *FLAGS, *flags)
         script = engine.import_script(source)
         job = rl.make_job(script, source, settings, resume=False)
         state = script.build_state(job.config, script.start_ranks(), lambda text: None)
-        job.load_start(state)
+        job.start_weights(state)
         return job.loader(SimpleNamespace(state=state))
 
     return build
@@ -78,12 +77,12 @@ def greedy(now) -> float:
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
     items = [rl.Example(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
     task = dataclasses.replace(now.task, test=items)
-    return dataclasses.replace(now, task=task).test()[0]["greedy"]
+    return rl.held_out_scores(dataclasses.replace(now, task=task))[0]["greedy"]
 
 
 def take_step(now) -> ts.Batch:
     answers = now.next()
-    now.step(now.state, answers)
+    rl.policy_gradient_step(now.script, now.state, answers)
     return answers
 
 
@@ -106,7 +105,7 @@ def test_what_it_starts_with(setup, source):
     base, now = script.read_config(source), state.config
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
     assert not now.fp8 and not now.fp8_head, "answers are sampled by bf16 products"
-    assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
+    assert not any(tensor.any() for tensor in state.optimizer.state().values())
     trained = engine.load_run(source, device="cpu").model.state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
@@ -117,8 +116,10 @@ def gradients(now, rollouts, packs, **changes) -> dict:
     state.model.zero_grad(set_to_none=True)
     config = dataclasses.replace(state.config, pack_tokens=64, **changes)
     state.micro_packs = packs
-    rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.sampled) for r in rollouts))
-    return {name: param.grad for name, param in state.model.named_parameters()}
+    sampled = sum(sum(r.sampled) for r in rollouts)
+    rl.backward(script, state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sampled)
+    grads = {name: param.grad for name, param in state.model.named_parameters()}
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
 
 
 def close(grads, expected) -> None:
@@ -199,7 +200,7 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     answers = fill([engine.Completion([1]) for _ in worth])
     assert [r.reward for r in rl.judge(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
-    found, answers = now.test()
+    found, answers = rl.held_out_scores(now)
     assert found["greedy"] == 4 / len(worth)
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
 
@@ -216,7 +217,7 @@ def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     for _ in range(2):
         take_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
-    now.test()
+    rl.held_out_scores(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6 + 12 * 4
 
 
@@ -224,9 +225,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
-    def watched(state, batch, weights, sampled):
+    def watched(script, state, batch, weights, sampled):
         seen.append((sampled, batch.total_targets))
-        return backward(state, batch, weights, sampled)
+        return backward(script, state, batch, weights, sampled)
 
     rates = []
     monkeypatch.setattr(rl, "backward", watched)

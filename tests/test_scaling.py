@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import train_medium as tm
 
-from conftest import ROOT
+from conftest import ROOT, sets
 from processes import python
 
 # bpb = FLOOR + A / N ** ALPHA + B / D ** BETA: best sizes grow with FLOPs ** (BETA / (ALPHA + BETA)), tokens with the
@@ -98,9 +99,9 @@ exec {fast_python} "$@"
 
 def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> subprocess.CompletedProcess:
     tiny = {"head_dim": 16, "max_seq_len": 64, "window_short": 8, "window_long": 16, "pack_tokens": 128,
-            "val_tokens": 1500, "stages": "((1.0,1,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004,
+            "val_tokens": 1500, "stages": ((1.0, 1, 1.0),), "muon_lr": 0.02, "adam_lr": 0.004,
             **more}  # fmt: skip
-    flags = " ".join(f"--set '{key}={value}'" for key, value in tiny.items())
+    flags = shlex.join(sets(tiny))
     command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
     return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, timeout=300)
 
@@ -128,7 +129,7 @@ def test_scaling_laws(sandbox, dataset_dir):
     done = series(sandbox, "scaling.sh laws", dataset_dir, "BUDGETS='1e12 4e12 1.6e13' DEPTHS='2 3 4 5' OUT=out/laws")
     assert done.returncode == 0, done.stderr
     *commands, last = (sandbox / "python.log").read_text().splitlines()
-    assert len(commands) == 12 and all(f"--data {dataset_dir}" in c and "--set head_dim=16" in c for c in commands)
+    assert len(commands) == 12 and all(f"--data {dataset_dir}" in c and "--head-dim=16" in c for c in commands)
     weights = 3 * 12 * 192**2 + 320 * 192  # 300 entries are padded to 320
     assert f"--tokens {round(4e12 / 6 / weights)} --run-dir out/laws/flops_4e12_depth_03" in commands[5]
     assert last == "runs/lib/scaling_plot.py out/laws"
@@ -185,8 +186,6 @@ def test_speedrun(sandbox):
         (pretrain,) = [line for line in lines if line.startswith("train_medium.py")]
         args = tm.build_parser().parse_args(pretrain.replace("@runs", f"@{ROOT}/runs").split()[1:])
         assert args.run_dir == run and args.data.startswith("data/shards/")
-        for setting in args.set:
-            tm.parse_override(setting)
 
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
             script.Dataset.open(config.data)
             min_nodes, _, max_nodes = nodes.partition(":")
             for machines in range(int(min_nodes), int(max_nodes or min_nodes) + 1):
-                script.choose_packs(config, script.Ranks(0, machines * count, torch.device("cpu")))
+                script.check_length(config, math.inf, script.Ranks(0, machines * count, torch.device("cpu")))
         except script.UserError as error:
             sys.exit(f"error: {error}")
     print(count)

@@ -3,7 +3,7 @@
 # HEAD is the first of them:
 #
 #     NODES=2 HEAD=node0:29400 bash runs/cluster/multi_node.sh --run-dir /shared/out/first @runs/h100.args \
-#         --set fewest_packs=16
+#         --min-packs 16
 #
 # All arguments go to train_small.py. Environment variables:
 #   NODES    number of machines, N or MIN:MAX (default 1). With N, training waits until a lost machine is back or
@@ -19,7 +19,7 @@
 # Every start and restart continues from the newest complete checkpoint, so at most --save-every steps are lost (250 by
 # default). --run-dir and --data must be on a file system that all machines share. The number of tokens in a step does
 # not depend on the number of processes, which must divide the packs of every stage: the default recipe starts with 8
-# packs, so 8, 4, 2 or 1 processes; add --set fewest_packs=16 for 16. With NODES=MIN:MAX every number in between must
+# packs, so 8, 4, 2 or 1 processes; add --min-packs 16 for 16. With NODES=MIN:MAX every number in between must
 # fit: with 16 packs 1:2 machines with 8 GPUs do, 2:4 machines with 4 GPUs do not, because three machines would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use

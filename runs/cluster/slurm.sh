@@ -2,11 +2,11 @@
 # Runs train_small.py on the machines of a SLURM job, through multi_node.sh. Submit it from the repository root, on a
 # file system that all machines share:
 #
-#     sbatch runs/cluster/slurm.sh --run-dir out/first @runs/8xh100.args --set fewest_packs=16
+#     sbatch runs/cluster/slurm.sh --run-dir out/first @runs/8xh100.args --min-packs 16
 #     sbatch --nodes=1 --time=00:30:00 runs/cluster/slurm.sh --run-dir out/second --tokens 50000000
-#     NODES=1:2 sbatch --no-kill runs/cluster/slurm.sh --run-dir out/third --set fewest_packs=16
+#     NODES=1:2 sbatch --no-kill runs/cluster/slurm.sh --run-dir out/third --min-packs 16
 #
-# Two machines with 8 GPUs have 16 processes, for which the default recipe needs fewest_packs=16 (see multi_node.sh).
+# Two machines with 8 GPUs have 16 processes, for which the default recipe needs --min-packs 16 (see multi_node.sh).
 # Flags of sbatch override the #SBATCH lines. If a machine is lost, SLURM ends the job and queues it again; with
 # NODES=MIN:MAX and --no-kill, as in the last example, the other machines continue at once, unless the first one was
 # lost. A minute before its time is over, the job queues itself again. The run always continues from its newest complete

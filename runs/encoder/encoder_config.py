@@ -26,7 +26,7 @@ class Config:
     mask_rate: float = Field(0.2, description="fraction of tokens to mask")
     pack_tokens: int = Field(8192, description="tokens in a pack of documents")
     # Attention costs time for this many, present or not.
-    pack_docs: int = Field(64, description="maximum number of documents in a pack")
+    max_docs_per_pack: int = Field(64, description="maximum number of documents in a pack")
     packs: int = Field(16, description="packs per step, over all GPUs")
     max_epochs: int = Field(1, description="maximum number of passes over the text")
     val_tokens: int = Field(1_048_576, description="number of held-out tokens to score")
@@ -63,7 +63,6 @@ class Config:
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 64) * 64
 
-    chosen = property(vars)  # what identifies a run
     @property
     def num_steps(self) -> int:
         return self.steps

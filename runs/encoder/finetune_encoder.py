@@ -21,7 +21,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
+from lib.tuning import describe_tool, load_source, newest_checkpoint, read_data
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 # Settings that train_small.py's loop reads from the Config.
@@ -355,38 +355,61 @@ def finetune(args: argparse.Namespace) -> dict:
         # The learning rate falls from the first step to the last. The moments are new, so momentum rises.
         config = dataclasses.replace(base, **settings.model_dump(include=SAME), cooldown=1.0, lr_floor=0.0)
         home = settings.run
-    job = make_job(config, settings, read_data(script.Tokenizer, home / "tokenizer.json"))
-    return script.train(config, args, job)
+    tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
+    return script.train(ContrastiveFinetuning(config, settings, tokenizer), args)
 
 
-def make_job(config: encoder.Config, settings: Settings, tokenizer):
-    """What train_small.py needs to know to finetune on pairs."""
-    train = read_pairs(settings.pairs, settings.negatives)
-    held_out = read_pairs(settings.val_pairs, settings.negatives)
-    if len(train.pairs) < settings.batch:
-        found = f"{settings.pairs} holds {len(train.pairs):,} pairs but a step takes {settings.batch:,}"
-        raise RunError(f"{found}; lower --batch, or make more pairs")
-    for data in (train, held_out):
-        data.tokenize(tokenizer, settings.max_len)
-    baseline = bm25_scores(held_out)
+class ContrastiveFinetuning(script.Pretraining):
+    """Finetuning of an encoder on pairs, with the loop of train_small.py."""
 
-    source = settings.run / "checkpoints" / settings.checkpoint
-    files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
-    digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
-    entry = {"finetune_encoder": settings.model_dump(mode="json")}
-    return script.Job(
-        config=config,
-        tokenizer=tokenizer,
-        fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
-        note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
-        load_start=lambda state: load_source(script, state, source, moments=False),
-        build=encoder.build_state,
-        loader=lambda run: pair_loader(run, train, settings.batch),
-        step=lambda state, batch: grad_cache_step(state, train, batch.pairs, settings.temperature),
-        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
-        flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **tool_entries("finetune_encoder", entry, __file__, encoder.__file__, encoder_config.__file__),
-    )
+    command = "finetune_encoder"
+    bytes_per_token = math.inf  # nothing to state in bits per byte
+
+    def __init__(self, config: encoder.Config, settings: Settings, tokenizer):
+        self.config = config
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.train = read_pairs(settings.pairs, settings.negatives)
+        self.held_out = read_pairs(settings.val_pairs, settings.negatives)
+        if len(self.train.pairs) < settings.batch:
+            found = f"{settings.pairs} holds {len(self.train.pairs):,} pairs but a step takes {settings.batch:,}"
+            raise RunError(f"{found}; lower --batch, or make more pairs")
+        for data in (self.train, self.held_out):
+            data.tokenize(tokenizer, settings.max_len)
+        self.baseline = bm25_scores(self.held_out)
+
+        files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
+        digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
+        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
+        self.note = f"{len(self.train.pairs):,} pairs to train on, {len(self.held_out.pairs):,} held out"
+        entry = {"finetune_encoder": settings.model_dump(mode="json")}
+        describe_tool(self, entry, __file__, encoder.__file__, encoder_config.__file__)
+
+    def check(self, ranks) -> None:
+        """Pairs are read again and again, and any number of ranks can share a step."""
+
+    def build(self, ranks, say: Callable):
+        return encoder.build_state(self.config, ranks, say)
+
+    def start_weights(self, state) -> bool:
+        source = self.settings.run / "checkpoints" / self.settings.checkpoint
+        load_source(script, state, source, moments=False)
+        return True
+
+    def loader(self, run) -> SimpleNamespace:
+        return pair_loader(run, self.train, self.settings.batch)
+
+    def step(self, state, batch) -> Tensor:
+        return grad_cache_step(state, self.train, batch.pairs, self.settings.temperature)
+
+    def evaluate(self, run) -> dict[str, float]:
+        return {**retrieval_scores(run.state, self.held_out), **self.baseline}
+
+    def flops(self, positions) -> float:
+        return 0.0  # texts are of many lengths, and most are short
+
+    def seconds_left(self, run, entry: dict) -> float:
+        return (self.config.num_steps - run.state.step) * entry["step_ms"] / 1e3
 
 
 def score(args: argparse.Namespace) -> dict:

@@ -15,6 +15,7 @@ Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from encoder_config import Config
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import read_data, tool_entries
+from lib.tuning import describe_tool, read_data
 
 SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
 
@@ -105,47 +106,50 @@ def pretrain(args: argparse.Namespace) -> dict:
     if config.max_seq_len > config.pack_tokens:
         found = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
         raise RunError(f"{found}, but a document must fit into a pack; change one of them")
-    job = make_job(config, read_data(script.Dataset.open, config.data))
-    return script.train(job.config, args, job)
+    return script.train(MaskedPretraining(config, read_data(script.Dataset.open, config.data)), args)
 
 
-def make_job(config: Config, dataset):
-    """What train_small.py needs to know to pretrain an encoder."""
-    tokenizer = dataset.tokenizer
-    vocab_size = tokenizer.vocab_size
-    config = dataclasses.replace(config, vocab_size=vocab_size + 1)
-    reader = script.ShardReader(dataset, config)
+class MaskedPretraining(script.Pretraining):
+    """Pretraining of an encoder, with the loop of train_small.py."""
 
-    # Specials carry no text and are never masked; the mask token is no token of the dataset.
-    token_bytes = np.zeros(config.padded_vocab, np.int64)
-    token_bytes[:vocab_size] = tokenizer.token_bytes
-    is_text = token_bytes > 0
-    # On a dataset, equal --pack-tokens, --pack-docs and --max-seq-len give equal masks.
-    documents = script.scored_documents(script.validation_documents(dataset, config), config)
-    validation = script.validation_batch(documents, config, tokenizer.bos_id)
-    validation = mask_tokens(validation, config, is_text, [0])
+    command = "train_encoder"
 
-    def evaluate(run) -> dict:
+    def __init__(self, config: Config, dataset):
+        self.tokenizer = dataset.tokenizer
+        vocab_size = self.tokenizer.vocab_size
+        self.config = config = dataclasses.replace(config, vocab_size=vocab_size + 1)
+        self.fingerprint = dataset.info["fingerprint"]
+        tokens = dataset.total("train", "tokens")
+        self.note = f"{tokens:,} training tokens"
+        self.available = tokens * config.max_epochs
+        self.bytes_per_token = dataset.total("train", "text_bytes") / max(tokens, 1)
+        self.reader = script.ShardReader(dataset, config)
+
+        # Specials carry no text and are never masked; the mask token is no token of the dataset.
+        token_bytes = np.zeros(config.padded_vocab, np.int64)
+        token_bytes[:vocab_size] = self.tokenizer.token_bytes
+        self.token_bytes = torch.from_numpy(token_bytes)
+        self.is_text = token_bytes > 0
+        # On a dataset, equal --pack-tokens, --max-docs-per-pack and --max-seq-len give equal masks.
+        documents = script.scored_documents(script.validation_documents(dataset, config), config)
+        packs = script.validation_batch(documents, config, self.tokenizer.bos_id)
+        self.masked_validation = mask_tokens(packs, config, self.is_text, [0])
+        describe_tool(self, {}, __file__, encoder_model.__file__, encoder_config.__file__)
+
+    def build(self, ranks, say: Callable):
+        return build_state(self.config, ranks, say)
+
+    def loader(self, run):
+        return MaskedPacks(self.reader, self.config, run.ranks, self.is_text, run.state.step)
+
+    def evaluate(self, run) -> dict[str, float]:
         """Bits per byte of masked tokens."""
-        bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
         state = run.state
-        return {"val_bpb": script.bits_per_byte(state.model, validation, state.micro_packs, bytes_V, run.ranks)}
+        inputs = (state.micro_packs, self.token_bytes.to(run.ranks.device), run.ranks)
+        return {"val_bpb": script.bits_per_byte(state.model, self.masked_validation, *inputs)}
 
-    tokens = dataset.total("train", "tokens")
-    return script.Job(
-        config=config,
-        tokenizer=tokenizer,
-        fingerprint=dataset.info["fingerprint"],
-        note=f"{tokens:,} training tokens",
-        available=tokens * config.max_epochs,
-        reader=reader,
-        bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
-        build=build_state,
-        loader=lambda run: MaskedPacks(reader, config, run.ranks, is_text, run.state.step),
-        evaluate=evaluate,
-        flops=flops_per_token,
-        **tool_entries("train_encoder", {}, __file__, encoder_model.__file__, encoder_config.__file__),
-    )
+    def flops(self, positions: Tensor) -> float:
+        return flops_per_token(self.config, positions)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -105,8 +105,7 @@ def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
     if not resume:
         add_new(parser)
-    unset = {"run_dir": None, "set": [], "resume_changed": False}
-    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, **unset))
+    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, run_dir=None))
 
 
 def check_settings(model: type, values: dict):

@@ -51,7 +51,7 @@ except ImportError:
     triton = tl = None
 jit = triton.jit if triton else (lambda function: function)
 
-INTERFACE = 9  # of the training scripts that this file can read
+INTERFACE = 10  # of the training scripts that this file can read
 PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id

@@ -64,7 +64,7 @@ class DecoderStackConfig(PretrainedConfig):
     x0_injection: bool = True
     bigram_rows: int = 0  # 0: no n-gram embeddings
     trigram_rows: int = 0
-    mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
+    mudd_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
 
     # Logits are C tanh(logit_scale (z + logit_bias) / C) + C, where C is final_logit_softcapping.
     final_logit_softcapping: float = 11.5
@@ -244,8 +244,8 @@ class Mix(nn.Module):
 
     def __init__(self, config: DecoderStackConfig):
         super().__init__()
-        self.in_proj = nn.Linear(config.hidden_size, config.mix_width, bias=False)
-        self.out_proj = nn.Linear(config.mix_width, 4, bias=False)
+        self.in_proj = nn.Linear(config.hidden_size, config.mudd_width, bias=False)
+        self.out_proj = nn.Linear(config.mudd_width, 4, bias=False)
 
     def forward(self, x: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
         """All (B, T, D)."""
@@ -324,7 +324,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.ngram = NgramEmbedding(config) if config.bigram_rows else None
-        self.mix = Mix(config) if config.mix_width else None
+        self.mix = Mix(config) if config.mudd_width else None
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderStackLayer(config, layer) for layer in layers)
         self.gradient_checkpointing = False

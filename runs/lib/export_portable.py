@@ -41,7 +41,7 @@ GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 # What Qwen3 has or lacks, as fields of the script's Config.
 QWEN = {
-    "swiglu": True, "rotary_full": True, "softcap": (), "bigram_rows": 0, "mix_width": 0,
+    "swiglu": True, "rotary_full": True, "softcap": (), "bigram_rows": 0, "mudd_width": 0,
     "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
 }  # fmt: skip
 

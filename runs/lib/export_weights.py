@@ -7,7 +7,7 @@ from torch import Tensor
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
     "window_short window_long attention_scale rotary_base no_attention_layers long_layers key_offset_layers "
-    "value_embed_layers shared_input_from gate_width bigram_rows trigram_rows mix_width"
+    "value_embed_layers shared_input_from gate_width bigram_rows trigram_rows mudd_width"
 ).split()
 
 
@@ -73,7 +73,7 @@ def convert_weights(script, model) -> dict[str, Tensor]:
     if c.trigram_rows:
         tensors["model.ngram.triples.weight"] = model.trigram_embed
         tensors["model.ngram.out_proj.weight"] = model.trigram_proj
-    if c.mix_width:
+    if c.mudd_width:
         tensors["model.mix.in_proj.weight"] = model.mix_in
         tensors["model.mix.out_proj.weight"] = model.mix_out
 

@@ -15,7 +15,7 @@ import train_medium as script
 
 def main(flops: str, depths: str, *flags: str) -> None:
     for depth in depths.split():
-        argv = ["--set", f"num_layers={depth}", *flags]
+        argv = ["--num-layers", depth, *flags]
         config = script.make_config(script.build_parser().parse_args(argv))
         vocab_size = script.Dataset.open(config.data).tokenizer.vocab_size
         weights = script.matmul_weights(dataclasses.replace(config, vocab_size=vocab_size))

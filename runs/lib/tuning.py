@@ -96,31 +96,28 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
         # Matrices begin with full momentum, because their buffers are filled.
         momentum=(full_momentum, full_momentum, 0, 0),
         # One target for each token, as in validation.
-        ahead=(1.0,),
+        mtp_weights=(1.0,),
         prefix_weight=0.0,
         # A short conversation has 32 tokens.
-        pack_docs=max(base.pack_docs, base.pack_tokens // 32),
+        max_docs_per_pack=max(base.max_docs_per_pack, base.pack_tokens // 32),
         wandb="",
     )
 
 
 def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> None:
     """Gives a new state the weights of another run, and its optimizer moments if asked for."""
-    loss_scale = state.loss_scale
     script.load_checkpoint(state, checkpoint)
     state.step = 0
-    state.good_steps = 0
-    state.loss_scale = loss_scale
     state.optimizer.late = []  # gradients of text that is not trained on now
     if not moments:
-        state.optimizer.count = 0
         for slot in state.optimizer.slots:
+            slot.updates = 0
             for moment in slot.moments.values():
                 moment.zero_()
 
 
-def tool_entries(command: str, settings: dict, *files: str) -> dict:
-    """Fields of a Job about a tool: its command, its settings in config.json, its scripts and their hashes."""
-    paths = [Path(file).resolve() for file in files]
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    return {"command": command, "scripts": paths, "description": {**settings, "scripts": digests}}
+def describe_tool(job, settings: dict, *files: str) -> None:
+    """Gives a subclass of Pretraining what its run directory keeps of a tool: settings, scripts and their hashes."""
+    job.scripts = tuple(Path(file).resolve() for file in files)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in job.scripts}
+    job.description = {**settings, "scripts": digests}

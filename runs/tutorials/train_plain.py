@@ -32,7 +32,7 @@ from torch import Tensor, nn
 # ---- 1. CONFIG: sizes, rates and stages. Other numbers stand where they are used.
 @dataclass(frozen=True)
 class Stage:  # a part of the run; early ones have small batches, which is better for each token
-    share: float  # of the run's steps
+    fraction: float  # of the run's steps
     packs: int  # in each step
     lr_mult: float  # larger batches allow larger steps
 
@@ -55,7 +55,7 @@ class Config:  # the defaults are DecoderStack-small
     window_short: int = 128  # how many tokens most layers look back
     window_long: int = 2048  # the same for long_layers
     pack_tokens: int = 8192
-    pack_docs: int = 64  # most documents in a pack
+    max_docs_per_pack: int = 64  # most documents in a pack
     steps: int = 2402  # of 340 M tokens
     stages: tuple = (
         Stage(737 / 2402, 8, 1.0),
@@ -67,7 +67,7 @@ class Config:  # the defaults are DecoderStack-small
 TINY = Config(  # the model of runs/cpu.args, with trigrams and wider mixing
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
     key_offset_layers=(1, 3), value_embed_layers=(0, 3), bigram_rows=10240, trigram_rows=25600,
-    max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, pack_docs=32, stages=(Stage(1.0, 1, 1.0),),
+    max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, max_docs_per_pack=32, stages=(Stage(1.0, 1, 1.0),),
 )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
         """The next documents, each with one token more. The rest of a long one comes next."""
         documents = []
         room = config.pack_tokens
-        while room and len(documents) < config.pack_docs:
+        while room and len(documents) < config.max_docs_per_pack:
             if self.rest is None:
                 raise SystemExit(f"{self.root} has no more text; use fewer --steps or more text")
             length = min(len(self.rest), room, config.max_seq_len)
@@ -366,7 +366,7 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
 
 # ---- 6. SCHEDULE: functions of the step
 def stage_index(config: Config, step: int) -> int:
-    shares = np.cumsum([stage.share for stage in config.stages])
+    shares = np.cumsum([stage.fraction for stage in config.stages])
     return int((step / config.steps >= shares[:-1] - 1e-9).sum())  # how many stages are over
 
 

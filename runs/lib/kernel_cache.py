@@ -1,13 +1,16 @@
 """Compiles the Triton kernels of a training script into their cache, for the GPU of this machine; launches nothing.
 
-    python dev/kernel_cache.py train_small.py [the flags of the run]
+    python runs/lib/kernel_cache.py train_small.py [the flags of the run]
 
 A training script starts this where nothing is compiled yet: its kernels take ten seconds, which pass while it imports
 PyTorch and builds the model. A kernel that is not there in time, or not in the right form, the script compiles itself.
 """
 
+import dataclasses
 import functools
 import importlib
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -57,7 +60,7 @@ def launch_kernels(script, config, dtype) -> None:
     script.sym_mm(square)
     script.sym_mm(square.mT)
     script.sym_mm(square, 0.5, 0.5, 0.5)
-    numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay", "grad_scale"), 0.5)
+    numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay"), 0.5)
     script.update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), None, **numbers)
     for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients, which in bf16 are their own master
         master, param = (new(16, C), None) if dtype == torch.bfloat16 else (torch.empty(16, C), new(16, C))
@@ -68,15 +71,21 @@ def main() -> None:
     if sys.argv[1:2] in ([], ["--help"]):
         print(__doc__)
         return
+    # A machine without a GPU has nothing to compile, and one process of torchrun is enough.
+    if not shutil.which("nvidia-smi") or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for number in range(3):  # what reads the output of the training script need not wait for this process
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+
     path = Path(sys.argv[1]).resolve()
     sys.path.insert(0, str(path.parent))
     script = importlib.import_module(path.stem)
     import torch
     import triton
 
-    script.set_up_compilers()
-    args = script.build_parser().parse_args(sys.argv[2:])
-    config = script.pretraining_job(script.make_config(args)).config
+    config = script.make_config(script.build_parser().parse_args(sys.argv[2:]))
+    vocab_size = script.Dataset.open(config.data).tokenizer.vocab_size
+    config = dataclasses.replace(config, vocab_size=vocab_size)
     dtype = script.choose_dtype(config, torch.device("cuda"))
     capability = torch.cuda.get_device_capability()
     if dtype == torch.float32 or capability < (8, 0):
