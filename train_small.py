@@ -2050,6 +2050,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
+    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume, in another --run-dir")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2820,16 +2821,15 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     return saved
 
 
-def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint without damage; says which ones it skips."""
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path | None:
+    """The newest checkpoint without damage, if there is one; says which ones it skips."""
     for folder in reversed(checkpoints(run_dir)):
         try:
             check_checkpoint(folder, names)
             return folder
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
-    way = "start again without --resume, in another --run-dir"
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
+    return None
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from lib.checkpoint import describe_run, describe_tool, read_data
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import describe_run, describe_tool, read_data
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 

@@ -28,6 +28,7 @@ from processes import python
 
 pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
 warm_up = ts.warm_up
+write_report = ts.report
 
 
 # ---- what a run leaves
@@ -108,6 +109,21 @@ def test_mfu_and_milliseconds(dataset_dir, tmp_path, monkeypatch):
         assert line["step_ms"] == pytest.approx(seconds / (line["step"] - before["step"]) * 1e3)
         assert line["mfu"] == pytest.approx(flops / seconds / 2e12)
     assert result["mfu"] == pytest.approx(total / result["train_seconds"] / 2e12)
+
+
+def test_a_report_that_fails_costs_no_result(dataset_dir, tmp_path, monkeypatch):
+    """Whatever goes wrong in it: the result is there, the command ends well, and a line says how to make another."""
+    import report
+
+    def fail(*arguments, **options):
+        raise ValueError("a font")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    monkeypatch.setattr(ts, "report", write_report)
+    out = passes(*flags(dataset_dir, tmp_path, steps=1))
+    assert f"no report (ValueError('a font')); for one: python runs/report.py {tmp_path}" in out
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(out.splitlines()[-1])
+    assert saved(tmp_path) == [1]
 
 
 def test_default_run_directory(dataset_dir, tmp_path, monkeypatch):
