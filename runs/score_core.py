@@ -47,9 +47,9 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from lib import engine
+from lib.checkpoint import open_dataset
 from lib.choices import ChoiceBatch, ChoiceTask, default_batch_tokens, score_task, scorer
 from lib.score_table import TaskScore, make_table, write_table
-from lib.tuning import open_dataset
 
 NUM_TASKS = 22
 

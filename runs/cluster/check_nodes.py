@@ -4,7 +4,6 @@
 """
 
 import importlib
-import math
 import sys
 from pathlib import Path
 
@@ -19,10 +18,11 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
     if hasattr(script, "build_parser"):  # a tool has flags of its own, which it checks itself
         try:
             config = script.make_config(script.build_parser().parse_args(argv))
-            script.Dataset.open(config.data)
+            pretraining = script.Pretraining(config)
             min_nodes, _, max_nodes = nodes.partition(":")
             for machines in range(int(min_nodes), int(max_nodes or min_nodes) + 1):
-                script.check_length(config, math.inf, script.Ranks(0, machines * count, torch.device("cpu")))
+                # As process 1, which leaves warnings to process 0.
+                pretraining.check(script.Ranks(1, machines * count, torch.device("cpu")))
         except script.UserError as error:
             sys.exit(f"error: {error}")
     print(count)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from encoder_config import Config
+from lib.checkpoint import describe_run, newest_checkpoint
 from lib.command import RunError
-from lib.tuning import describe_run, newest_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -30,8 +30,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from lib.checkpoint import describe_tool, load_source, newest_checkpoint, read_data
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import describe_tool, load_source, newest_checkpoint, read_data
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 # Settings that train_small.py's loop reads from the Config.

@@ -1,4 +1,4 @@
-"""What tools that start from another run share: its checkpoint, its settings, and packs."""
+"""The start from another run: its checkpoint, its settings, and packs of what is trained on."""
 
 import bisect
 import dataclasses
@@ -60,12 +60,10 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] 
     Args:   names: files that the tool reads, whose hashes are checked; None: all
     Raises: RunError if there is none
     """
-    script.read_description(run_dir)  # says what is wrong with the run itself
-    try:
-        return script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
-    except script.UserError:
-        way = "wait until the run saves one, or name another run"
-        raise RunError(f"{run_dir} has no complete checkpoint; {way}") from None
+    folder = script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
+    if folder is None:
+        raise RunError(f"{run_dir} has no complete checkpoint; wait until the run saves one, or name another run")
+    return folder
 
 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
