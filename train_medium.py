@@ -1930,35 +1930,6 @@ def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarr
     return scored
 
 
-@dataclass
-class Validation:
-    """The held-out text of a run, packed and counted."""
-
-    batch: Batch
-    token_bytes: Tensor  # int (V,)
-    scored: dict  # what bits per byte are of, so that two runs can be compared
-
-
-def load_validation(documents: Iterable, tokenizer: Tokenizer, config: Config) -> Validation:
-    """Args: documents, (sequence, counted) of each held-out one"""
-    documents = scored_documents(documents, config)
-    token_bytes = np.zeros(config.padded_vocab, np.int64)
-    token_bytes[: config.vocab_size] = tokenizer.token_bytes
-    targets = 0
-    text_bytes = 0
-    digest = hashlib.sha256()
-    for sequence, counted in documents:
-        found = token_bytes[sequence[1:][counted]]
-        targets += int((found > 0).sum())
-        text_bytes += int(found.sum())
-        digest.update(sequence.astype("<u2"))
-    if not text_bytes:
-        raise UserError(f"the validation text of {config.data} has no bytes to score; make the dataset again")
-    scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
-    batch = validation_batch(documents, config, tokenizer.bos_id)
-    return Validation(batch, torch.from_numpy(token_bytes), scored)
-
-
 def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
     """The scored documents, whole in their packs."""
     packs = [[]]
@@ -2064,13 +2035,42 @@ class Pretraining:
         self.set_validation(validation_documents(dataset, self.config))
 
     def set_validation(self, documents: Iterable) -> None:
-        """Takes the held-out documents, (sequence, counted) each."""
-        self.validation = load_validation(documents, self.tokenizer, self.config)
-        self.scored = self.validation.scored
+        """Packs and counts the held-out documents, (sequence, counted) each."""
+        config = self.config
+        documents = scored_documents(documents, config)
+        token_bytes = np.zeros(config.padded_vocab, np.int64)
+        token_bytes[: config.vocab_size] = self.tokenizer.token_bytes
+        targets = 0
+        text_bytes = 0
+        digest = hashlib.sha256()
+        for sequence, counted in documents:
+            found = token_bytes[sequence[1:][counted]]
+            targets += int((found > 0).sum())
+            text_bytes += int(found.sum())
+            digest.update(sequence.astype("<u2"))
+        require(text_bytes > 0, f"the validation text of {config.data} has no bytes to score; make the dataset again")
+        self.scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+        self.token_bytes = torch.from_numpy(token_bytes)
+        self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises UserError if there is too little text, or if the ranks cannot share a step."""
-        check_length(self.config, self.available, ranks)
+        """Raises UserError if the run cannot begin; warns if text is read again and learned by heart."""
+        config = self.config
+        needed = 0
+        for index, stage in enumerate(config.stage_table):
+            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
+            require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
+            steps = first_step(config, index + 1) - first_step(config, index)
+            needed += steps * stage.packs * config.pack_tokens
+        if needed > self.available:
+            raise UserError(
+                f"{config.data} holds {self.available:,} training tokens, the run asks for {needed:,}; "
+                f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
+            )
+        passes = needed * config.max_epochs / self.available
+        if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
+            found = f"the text is read {passes:.1f} times"
+            print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
         """Model and optimizer with the weights of config.seed; everything is compiled before the clock starts."""
@@ -2094,10 +2094,8 @@ class Pretraining:
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Scores of the held-out text, by name."""
-        state = run.state
-        token_bytes = self.validation.token_bytes.to(run.ranks.device)
-        inputs = (self.validation.batch, state.micro_packs, token_bytes, run.ranks)
-        return {"val_bpb": bits_per_byte(state.model, *inputs)}
+        inputs = (self.validation, run.state.micro_packs, self.token_bytes.to(run.ranks.device), run.ranks)
+        return {"val_bpb": bits_per_byte(run.state.model, *inputs)}
 
     def flops(self, positions: Tensor) -> float:
         """Training FLOPs of a token."""
@@ -2111,26 +2109,6 @@ class Pretraining:
 def first_step(config: Config, index: int) -> int:
     """The step with which a stage begins; of the one behind the last, the number of steps."""
     return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
-
-
-def check_length(config: Config, available: float, ranks: Ranks) -> None:
-    """Raises UserError if a run cannot begin; warns if text is read again and learned by heart."""
-    needed = 0
-    for index, stage in enumerate(config.stage_table):
-        if stage.packs % ranks.world:
-            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
-            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
-        steps = first_step(config, index + 1) - first_step(config, index)
-        needed += steps * stage.packs * config.pack_tokens
-    if needed > available:
-        raise UserError(
-            f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; "
-            f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
-        )
-    passes = needed * config.max_epochs / available
-    if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
-        found = f"the text is read {passes:.1f} times"
-        print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
 
 @dataclass
@@ -2211,6 +2189,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
+    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume, in another --run-dir")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2484,8 +2463,12 @@ def warm_up(state: TrainState, say: Callable) -> None:
     """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
     begin = time.perf_counter()
     gc.disable()  # else it scans the compiler's graphs again and again
-    for index in range(len(state.config.stage_table)):
-        warm_up_stage(state, index)
+    for stage in state.config.stage_table:
+        own = stage.packs // state.ranks.world
+        packs = largest_divisor(own, state.micro_packs)
+        # Where a step has several micro-batches, the second has a graph of its own.
+        count = packs if state.graphs is None else min(2 * packs, own)
+        train_step(dataclasses.replace(state, micro_packs=packs), dummy_batch(state.config, state.ranks, count))
 
     # If memory is too small for validation, this should show now.
     batch = dummy_batch(state.config, state.ranks, state.micro_packs)
@@ -2497,17 +2480,6 @@ def warm_up(state: TrainState, say: Callable) -> None:
     state.is_warm = True
     torch._logging.set_logs(recompiles=True)  # one that comes now takes its seconds from the clock
     say(f"warm-up: {time.perf_counter() - begin:.1f} s")
-
-
-def warm_up_stage(state: TrainState, index: int) -> None:
-    """Trains on micro-batches of one stage's size."""
-    own = state.config.stage_table[index].packs // state.ranks.world
-    packs = largest_divisor(own, state.micro_packs)
-    # Where a step has several micro-batches, the second has a graph of its own.
-    count = packs if state.graphs is None else min(2 * packs, own)
-    stage = dataclasses.replace(state, micro_packs=packs)
-    for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(stage, dummy_batch(state.config, state.ranks, count))
 
 
 def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
@@ -2991,16 +2963,15 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     return saved
 
 
-def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint without damage; says which ones it skips."""
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path | None:
+    """The newest checkpoint without damage, if there is one; says which ones it skips."""
     for folder in reversed(checkpoints(run_dir)):
         try:
             check_checkpoint(folder, names)
             return folder
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
-    way = "start again without --resume, in another --run-dir"
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
+    return None
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
@@ -3133,8 +3104,6 @@ def given_fields(args: argparse.Namespace) -> dict:
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
-    if args.steps is not None and args.tokens is not None:
-        print("note: --steps is given, so --tokens does not count", file=sys.stderr)
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Config)} if base else {}
     values |= given_fields(args)
     try:

@@ -1,7 +1,7 @@
 """Tries an exported encoder in sentence-transformers.
 
     pip install sentence-transformers             into an environment of its own, beside requirements-test.txt
-    python dev/check_encoder.py out/EMBED         a run of runs/finetune_encoder.py; a small one, it runs on the CPU
+    python dev/check_encoder.py out/EMBED         a small run of finetune_encoder.py; it runs on the CPU
 
 It exports the run to a temporary folder, embeds texts with the run and with sentence-transformers, and
 prints a line for each check. It ends with exit code 1 if embeddings differ by 1e-5 or more. CI does
@@ -17,7 +17,7 @@ from pathlib import Path
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="directory of an encoder run")
     return parser.parse_args()
 
 
@@ -26,9 +26,11 @@ if __name__ == "__main__":
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
+RUNS = Path(__file__).resolve().parents[1] / "runs"
+sys.path[:0] = [str(RUNS), str(RUNS / "encoder")]
 
-import export
+import encoder_model
+import export_encoder
 import finetune_encoder
 import numpy as np
 import sentence_transformers
@@ -47,10 +49,10 @@ TEXTS = [
 
 def embed(run_dir: Path) -> np.ndarray:
     """Embeddings of TEXTS by the run itself."""
-    model, description, _ = finetune_encoder.load_encoder(run_dir)
+    model, description, _ = encoder_model.load_encoder(run_dir)
     data = finetune_encoder.Pairs(TEXTS, [])
-    tokenizer = finetune_encoder.script.Tokenizer(run_dir / "tokenizer.json")
-    data.tokenize(tokenizer, finetune_encoder.longest_text(description))
+    tokenizer = encoder_model.script.Tokenizer(run_dir / "tokenizer.json")
+    data.tokenize(tokenizer, encoder_model.max_text_len(description))
     with torch.no_grad():
         packed = finetune_encoder.pack_texts(data.sequences, torch.device("cpu"))
         return model.embed_texts(*packed).numpy()
@@ -65,7 +67,7 @@ def main() -> int:
     expected = embed(args.run_dir)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        export.export_encoder(args.run_dir, folder)
+        export_encoder.export_encoder(args.run_dir, folder)
         model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
         together = model.encode(TEXTS)
         alone = np.stack([model.encode(text) for text in TEXTS])

@@ -24,7 +24,7 @@ from pathlib import Path
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="directory of a run")
     return parser.parse_args()
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", metavar="RUN", type=Path)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="directory of a run of runs/portable.args")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, as --source of data/pretrain.py")
     return parser.parse_args()
 
 

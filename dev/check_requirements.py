@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     "requirements-quickstart.txt",
     "requirements.txt",
-    "requirements-hf.txt",
+    "runs/huggingface/requirements-hf.txt",
     "requirements-test.txt",
 )
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -73,10 +73,10 @@ def resolve(uv: str, index: str, file: str, python: str, platform: str) -> tuple
 def check(uv: str, index: str) -> list[str]:
     """Prints the table; returns what uv says of the cases that fail."""
     errors = []
-    print(f"{'packages to install':28} {'':15}" + "".join(f"{python:>8}" for python in PYTHONS))
+    print(f"{'packages to install':40} {'':15}" + "".join(f"{python:>8}" for python in PYTHONS))
     for file in FILES:
         for name, platform in PLATFORMS.items():
-            row = f"{file:28} {name:15}"
+            row = f"{file:40} {name:15}"
             for python in PYTHONS:
                 packages, error = resolve(uv, index, file, python, platform)
                 row += f"{packages or 'FAILS':>8}"

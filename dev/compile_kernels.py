@@ -3,7 +3,7 @@
     python dev/compile_kernels.py [--script train_medium.py] [--quick] [80 86 89 90 100 120]
 
 The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
-script, runs/lib/engine.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the
+script, runs/lib/engine.py and runs/lib/choices.py call them, on tensors of the host, and Triton goes as far as the
 machine code (its ptxas needs no GPU).
 With --quick only the forms that training and decoding of the default recipe need are compiled.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
@@ -44,10 +44,9 @@ if __name__ == "__main__":
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
-import score_core
 import torch
 import triton
-from lib import engine
+from lib import choices, engine
 from lib.kernel_cache import launch_kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -92,7 +91,7 @@ def launches(script, config, quick: bool) -> None:
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:
         engine.decode_attention(*rows, *cache, new(4, dtype=torch.int32), offset)
-    score_core.branch_attention(q, k, v, *new(3, T, dtype=torch.int32))
+    choices.choice_attention(q, k, v, *new(3, T, dtype=torch.int32))
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -117,7 +116,7 @@ def main() -> None:
     script.has_fp8_products = lambda x: 90 <= device.arch < 120
     script.persistent_programs = lambda tiles: tiles
     engine.use_triton = lambda x: True
-    score_core.use_triton = lambda x: True
+    choices.use_triton = lambda x: True
     run = JITFunction.run
 
     def compile_only(self, *arguments, warmup, **options):

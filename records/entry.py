@@ -176,15 +176,15 @@ def metrics(entries: list[dict]) -> dict:
 
 
 def read_core(path: Path) -> tuple[dict[str, str], float | None]:
-    """(items of each task, CORE) of a core.csv, which runs/score_core.py writes.
+    """(examples of each task, CORE) of a core.csv, which runs/score_core.py writes.
 
     CORE is the mean of the centered accuracies; None if there are not all 22 tasks.
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
-    items = {row["task"]: row["items"] for row in rows}
+    examples = {row["task"]: row["examples"] for row in rows}
     centered = [float(row["centered"]) for row in rows]
-    return items, fmean(centered) if len(centered) == CORE_TASKS else None
+    return examples, fmean(centered) if len(centered) == CORE_TASKS else None
 
 
 def summary(runs: list[dict]) -> dict:

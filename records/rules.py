@@ -39,7 +39,7 @@ def problems(folder: Path) -> list[str]:
         tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for table in tables:
             if entry.read_core(table)[0] != entry.read_core(tables[0])[0]:
-                out.append(f"{table.name}: it is of other items than {tables[0].name}; use the same --items")
+                out.append(f"{table.name}: it is of other examples than {tables[0].name}; use the same CORE files")
         out += check_copies(folder, record, logs)
         out += check_metrics(folder, record, logs)
     except (entry.UserError, OSError) as error:

@@ -2,7 +2,7 @@
 
     python runs/chat.py out/RUN
     python runs/chat.py out/RUN --prompt "Why is the sky blue?" --temperature 0
-    python runs/chat.py out/RUN_HF              (of runs/finetune_hf.py, or any folder of save_pretrained)
+    python runs/chat.py out/RUN_HF              (of runs/huggingface/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 /help lists the commands; Ctrl-C ends an answer or empties the line. The lines of a terminal are kept in
@@ -155,7 +155,8 @@ class Pretrained(OwnModel):
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
-            raise RunError(f"{folder} needs transformers; pip install -r requirements-hf.txt") from None
+            way = "pip install -r runs/huggingface/requirements-hf.txt"
+            raise RunError(f"{folder} needs transformers; {way}") from None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import report
+from lib import report
+from lib.checkpoint import read_data
 from lib.command import RunError, run_command
-from lib.tuning import read_data
 
 HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
-NOTE = "The model has seen training text, and its weights are not counted. "
+NOTE = "The model has seen training text, and its weights are not included. "
 NOTE += "gzip and xz see only the validation text, as one file."
-PREFIX_NOTE = " In the last row xz has seen the training text too; only what it adds counts."
+PREFIX_NOTE = " In the last row xz has seen the training text too; only the bytes that it adds are given."
 
 
 def text_of(tokenizer, ids: np.ndarray) -> bytes:
@@ -41,6 +41,7 @@ def training_text(dataset, tokens: int) -> bytes:
 
 
 def xz(text: bytes) -> int:
+    """Bytes that a text takes in xz's slowest and smallest form."""
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
@@ -73,7 +74,7 @@ def compare(script, run_dir: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
     run_dir = parser.parse_args().run_dir
 
     def work() -> None:

@@ -41,7 +41,16 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
-from lib import chat_format, tuning
+from lib import chat_format
+from lib.checkpoint import (
+    best_fit,
+    describe_run,
+    describe_tool,
+    load_source,
+    newest_checkpoint,
+    read_data,
+    stage_config,
+)
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from pydantic import BaseModel, Field
 
@@ -85,20 +94,18 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
-import chat_eval
-import sft
 import torch
-from chat_eval import Item, complete
-from lib import engine
+from lib import chat_tasks, engine
+from lib.chat_tasks import Example, complete, sft
 
 
 @dataclass(frozen=True)
 class Task:
     """Questions, and what an answer is worth."""
 
-    train: Callable[[int, int], Item]  # (step, place in the step) -> a question to train on
-    test: list[Item]
-    reward: Callable[[Item, str], float]
+    train: Callable[[int, int], Example]  # (step, place in the step) -> a question to train on
+    test: list[Example]
+    reward: Callable[[Example, str], float]
     tools: bool  # whether the calculator may be used
     max_tokens: int  # in an answer
 
@@ -108,7 +115,7 @@ class Task:
 
 def digits_right(expected: str, text: str) -> float:
     """Share of right digits in the number behind ####, from the last on; 0 without a number."""
-    number = chat_eval.number_in(text)
+    number = chat_tasks.number_in(text)
     if number is None:
         return 0.0
     found = str(number)
@@ -116,18 +123,18 @@ def digits_right(expected: str, text: str) -> float:
     return sum(a == b for a, b in pairs) / max(len(expected), len(found))
 
 
-def sum_item(a: int, b: int) -> Item:
+def sum_item(a: int, b: int) -> Example:
     question, _ = sft.addition_texts(a, b)
-    return Item(question, str(a + b), chat_eval.same_number(f"#### {a + b}"))
+    return Example(question, str(a + b), chat_tasks.same_number(f"#### {a + b}"))
 
 
 def addition_task(settings: Settings) -> Task:
-    def train(step: int, place: int) -> Item:
+    def train(step: int, place: int) -> Example:
         rng = random.Random(f"{settings.seed} {step} {place}")
         return sum_item(*sft.random_sum(rng, settings.digits, "train"))
 
-    def reward(item: Item, text: str) -> float:
-        if item.right(text):
+    def reward(item: Example, text: str) -> float:
+        if item.is_correct(text):
             return 1.0
         return settings.partial * digits_right(item.expected, text)
 
@@ -141,19 +148,19 @@ def addition_task(settings: Settings) -> Task:
 def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     """Grade-school problems; `fits` tells whether the context has room for a question."""
     folder = Path(settings.files) if settings.files else None
-    train_items = [item for item in chat_eval.read_task("gsm8k", folder, part="train") if fits(item.question)]
-    test_items = [item for item in chat_eval.read_task("gsm8k", folder) if fits(item.question)]
+    train_items = [item for item in chat_tasks.read_task("gsm8k", folder, part="train") if fits(item.question)]
+    test_items = [item for item in chat_tasks.read_task("gsm8k", folder) if fits(item.question)]
     if not train_items or not test_items:
         wanted = "gsm8k*train* and gsm8k*test* with questions that fit the model's context"
         raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs {wanted}")
 
-    def train(step: int, place: int) -> Item:
+    def train(step: int, place: int) -> Example:
         count = len(train_items)
         epoch, index = divmod(step * settings.prompts + place, count)
         order = np.random.default_rng([settings.seed, epoch]).permutation(count)
         return train_items[order[index]]
 
-    reward = lambda item, text: float(item.right(text))
+    reward = lambda item, text: float(item.is_correct(text))
     return Task(train, test_items[: settings.eval_items], reward, True, MAX_TOKENS["gsm8k"])
 
 
@@ -174,7 +181,7 @@ def ends(completion: engine.Completion, text: str) -> bool:
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]:
+def judge(task: Task, tokenizer, item: Example, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
     for completion in completions:
@@ -208,7 +215,7 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     if rollouts:
         lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
+        rows = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
     while len(rows) % packs:
         rows.append([])
 
@@ -312,7 +319,7 @@ class RolloutLoader:
         }
         return batch
 
-    def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
+    def ask(self, item: Example, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
         prompt = chat_format.question_ids(self.tokenizer, item.question)
         options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
@@ -365,7 +372,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
     # A step has as many packs as its answers need: one in the stage table gives the number of steps.
-    base = tuning.stage_config(script, checkpoint, packs=1, lr=1.0)
+    base = stage_config(script, checkpoint, packs=1, lr=1.0)
     same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
@@ -381,10 +388,10 @@ def rl_config(script, checkpoint: Path, settings: Settings):
 
 def make_job(script, home: Path, settings: Settings, resume: bool):
     """Reinforcement, as a kind of the script's pretraining; home is the run to start from or to resume."""
-    checkpoint = tuning.newest_checkpoint(script, home)
+    checkpoint = newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
-    chat_eval.check_chat_tokens(tokenizer, home)
+    tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
+    chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
         raise RunError(f"{home} was not finetuned, so none of its answers would be right; start from a finetuned run")
 
@@ -403,7 +410,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             self.tokenizer = tokenizer
             self.fingerprint = settings.task
             self.note = f"{note}, {len(task.test):,} held-out questions, from {settings.source}"
-            tuning.describe_tool(self, {"rl": settings.model_dump()}, __file__)
+            describe_tool(self, {"rl": settings.model_dump()}, __file__)
 
         def check(self, ranks) -> None:
             """There are always enough questions, and any number of ranks can share them."""
@@ -413,7 +420,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             return script.build_state(config, ranks, say)
 
         def start_weights(self, state) -> bool:
-            tuning.load_source(script, state, checkpoint, moments=False)
+            load_source(script, state, checkpoint, moments=False)
             return True
 
         def loader(self, run):
@@ -447,7 +454,7 @@ def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
-    given = tuning.describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
+    given = describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
     job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job, args)
 

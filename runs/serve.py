@@ -77,7 +77,7 @@ import torch
 import uvicorn
 from lib import engine
 from lib.chat_format import is_chat_run
-from lib.command import RunError, first_line, print_note
+from lib.command import RunError, error_message, first_line, print_note
 from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -555,11 +555,14 @@ def main() -> int:
             raise RunError("--api-key is empty; name a key, or leave it out")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
-    except RunError as error:
-        print_note(f"error: {error}")
-        return 1
     except KeyboardInterrupt:
         os._exit(130)  # Python would abort while the worker is in the middle of a step
+    except Exception as error:
+        message = error_message(error)
+        if not message:
+            raise
+        print_note(f"error: {message}")
+        return 1
     host, port = listening.getsockname()[:2]
     kind = "chat" if server.protocol.chat else "completions"
     sizes = f"{server.worker.decoder.num_rows} rows, context {server.protocol.limit:,}, {kind}"

@@ -59,6 +59,7 @@ out=out/${name:-${smoke:+smoke}}
 mkdir -p "$out/logs"
 context=2048
 finetune=()
+limit=()
 items=()
 if [[ $smoke ]]; then
   context=512
@@ -69,6 +70,7 @@ if [[ $smoke ]]; then
   flags=(@runs/cpu.args --steps 20 --eval-every 0 --save-every 10 --val-tokens 8192 "${flags[@]}")
   finetune=(--packs 1)
   items=(--items 5)
+  limit=(--limit 5)
 fi
 
 # stage NAME COMMAND... runs a command once, and keeps its output and its time
@@ -144,7 +146,7 @@ fi
 # -- pretraining and CORE
 stage base train train_small.py "$out/base" --save-every 500 "${flags[@]}" --data "$data"
 if grep -q '"core/' "$data/dataset.json"; then
-  stage score_core on_gpus runs/score_core.py "$out/base" "${items[@]}"
+  stage score_core on_gpus runs/score_core.py "$out/base" "${limit[@]}"
 fi
 
 # -- finetuning
@@ -166,8 +168,8 @@ stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} 
     printf '\n## [%s](%s/report.md)\n\n' "$run" "$run"
     sed -n '/^## /q;/^|/p' "$out/$run/report.md"
   done
-  for scores in base/core.csv sft/chat_eval.csv; do
-    if [[ -f $out/$scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "$scores" "$(<"$out/$scores")"; fi
+  for scores in "$out"/base/core*.csv "$out/sft/chat_eval.csv"; do
+    if [[ -f $scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "${scores#"$out"/}" "$(<"$scores")"; fi
   done
   printf '\n## Seconds of each stage, over all attempts\n\n'
   for times in "$out"/logs/*.seconds; do

@@ -185,7 +185,7 @@ def execute(argv: list[str], cwd: str, environment: dict) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding=encoding, closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
     sys.executable = environment.get("FAST_PYTHON", sys.executable)  # of what the program starts
-    sys.path[:] = [path for path in sys.path if ROOT not in (Path(path), Path(path).parent)]  # those of the tests
+    sys.path[:] = [path for path in sys.path if ROOT not in (Path(path), *Path(path).parents[:2])]  # those of the tests
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     argv = argv[argv[0] == "-u" :]  # nothing is held back anyway
     if argv[0] in ("-c", "-"):

@@ -384,7 +384,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     shutil.rmtree(young / "checkpoints")
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
-        ((young,), "has no whole checkpoint; wait until the run saves one"),
+        ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
         (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),

@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import score_core
 import train_small as ts
 import zstandard
+from lib import chat_tasks, run_program
+from lib.choices import scorer
 
 from conftest import ALONE, logits, random_model, tiny_config, write_run
 
@@ -29,8 +30,8 @@ def test_letters_against_one_forward_an_item(bpe):
     items = []
     for _ in range(40):
         choices = [words(rng, 8) for _ in range(rng.choice((3, 4, 4, 5)))]
-        items.append(chat_eval.ChoiceItem(words(rng, 150), choices, rng.randrange(3)))
-    score = score_core.scorer(model, compile=False)
+        items.append(chat_tasks.ChoiceExample(words(rng, 150), choices, rng.randrange(3)))
+    score = scorer(model, compile=False)
     right = chat_eval.score_choices(score, model, tokenizer, items, ALONE, 512)
     cut = 0
     for item, found in zip(items, right, strict=True):
@@ -53,11 +54,11 @@ def test_letters_against_one_forward_an_item(bpe):
     ("#### 1,2,", "12"),
 ])  # fmt: skip
 def test_numbers_are_compared_as_numbers(text, number):
-    found = chat_eval.number_in(text)
-    assert found is None if number is None else found == chat_eval.Decimal(number)
+    found = chat_tasks.number_in(text)
+    assert found is None if number is None else found == chat_tasks.Decimal(number)
     if number is not None:
-        assert chat_eval.same_number(f"work\n#### {number}")(text)
-        assert not chat_eval.same_number("#### 999")(text)
+        assert chat_tasks.same_number(f"work\n#### {number}")(text)
+        assert not chat_tasks.same_number("#### 999")(text)
 
 
 PROMPT = """from typing import List
@@ -91,16 +92,16 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidat
     ("\ud800", False),
 ])  # fmt: skip
 def test_programs(answer, right):
-    assert chat_eval.run_program(*chat_eval.program(PROMPT, answer, TEST, "inc")) == right
+    assert run_program.run_program(*run_program.program(PROMPT, answer, TEST, "inc")) == right
 
 
 def test_programs_end(monkeypatch):
     """A sleeping program is killed with its children's group; where namespaces are allowed there is no network."""
     interfaces = "import socket\nprint()\nprint(*(name for _, name in socket.if_nameindex()))\n"
-    if chat_eval.isolation():
-        assert chat_eval.run_program(interfaces, "lo")
-    monkeypatch.setattr(chat_eval, "TIMEOUT", 1)
-    assert not chat_eval.run_program("import time\ntime.sleep(60)\n", "x")
+    if run_program.isolation():
+        assert run_program.run_program(interfaces, "lo")
+    monkeypatch.setattr(run_program, "TIMEOUT", 1)
+    assert not run_program.run_program("import time\ntime.sleep(60)\n", "x")
 
 
 ARC = [{"question": f"q{i}", "choices": {"text": ["a", "b", "c"], "label": ["1", "2", "3"]}, "answerKey": "2"}
@@ -131,23 +132,23 @@ def files(tmp_path):
 
 
 def test_items_of_every_layout(files):
-    read = lambda task, limit=0: chat_eval.read_task(task, files, limit)  # noqa: E731
+    read = lambda task, limit=None: chat_tasks.read_task(task, files, limit)  # noqa: E731
     in_order = functools.partial(sorted, key=lambda item: item.question)
     for task in ("arc_easy", "arc_challenge"):
-        assert in_order(read(task)) == [chat_eval.ChoiceItem(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
-    wanted = [chat_eval.ChoiceItem(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
+        assert in_order(read(task)) == [chat_tasks.ChoiceExample(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
+    wanted = [chat_tasks.ChoiceExample(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
     assert in_order(read("mmlu")) == wanted != read("mmlu") and read("mmlu", 3) == read("mmlu")[:3]
     items = {item.question: item for item in read("gsm8k")}
-    assert items["g2"].expected == "3" and items["g2"].right("so #### 3.0") and not items["g2"].right("3")
+    assert items["g2"].expected == "3" and items["g2"].is_correct("so #### 3.0") and not items["g2"].is_correct("3")
     (item,) = read("humaneval")
-    assert item.question == PROMPT and item.right("    return x + 1\n")
+    assert item.question == PROMPT and item.is_correct("    return x + 1\n")
     spelled = read("spelling", 40)
     counted = [item for item in spelled if item.expected.isdigit()]
     assert len(spelled) == 40 and len(counted) == 20
     for item in spelled:
-        assert item.right(f"#### {item.expected}" if item in counted else f" {item.expected}\n")
-        assert not item.right("#### 77")
-    assert chat_eval.read_task("arc_easy", files.parent, 0) == []
+        assert item.is_correct(f"#### {item.expected}" if item in counted else f" {item.expected}\n")
+        assert not item.is_correct("#### 77")
+    assert chat_tasks.read_task("arc_easy", files.parent) == []
 
 
 def test_items_of_training_are_no_test(tmp_path):
@@ -155,7 +156,7 @@ def test_items_of_training_are_no_test(tmp_path):
     found = []
     for name in ("mmlu_auxiliary_train", "mmlu_dev", "mmlu_all", "mmlu_val", "mmlu_test"):
         (tmp_path / f"{name}.jsonl").touch()
-        path = chat_eval.find_file(tmp_path, "mmlu")
+        path = chat_tasks.find_file(tmp_path, "mmlu")
         found.append(path and path.stem)
     assert found == [None, None, "mmlu_all", "mmlu_val", "mmlu_test"]
 
@@ -171,7 +172,7 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert code == 0, err
     *_, last = out.splitlines()
     result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval.csv").open()))
-    assert rows[0] == ["task", "items", "accuracy", "centered", "seconds"] and rows[-1][0] == "ChatCORE"
+    assert rows[0] == ["task", "examples", "accuracy", "centered", "seconds"] and rows[-1][0] == "ChatCORE"
     assert [row[0] for row in rows[1:-1]] == list(chat_eval.TASKS) == list(result["tasks"])
     assert [row[1] for row in rows[1:]] == ["4", "4", "4", "4", "1", "4", "21"]
     centred = [(float(row[2]) - (0.25 if i < 3 else 0)) / (0.75 if i < 3 else 1) for i, row in enumerate(rows[1:-1])]
@@ -186,7 +187,7 @@ def test_the_command(bpe, files, tmp_path, capsys):
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
-        (("--files", files, "--tasks", "gsm8k"), "is no item of gsm8k"), (("--step", 99), "no checkpoint"),
+        (("--files", files, "--tasks", "gsm8k"), "is no example of gsm8k"), (("--step", 99), "no checkpoint"),
     ):  # fmt: skip
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err

@@ -3,11 +3,10 @@
 import json
 import re
 
-import export
 import pytest
 import sft
 import train_small as ts
-from lib import chat_format, export_portable
+from lib import chat_format, export_files, export_portable, export_tokenizer
 from lib.protocol import APIError, Protocol
 from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +69,7 @@ def server_ids(tokenizer, messages: list[dict]) -> list[int]:
 def templates(bpe, tmp_path_factory) -> dict:
     """What each template makes of messages."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    export.write_tokenizer(folder, export.read_vocabulary(ts.Tokenizer(bpe), is_chat=True), 64)
+    export_files.write_tokenizer(folder, export_tokenizer.read_vocabulary(ts.Tokenizer(bpe), is_chat=True), 64)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     theirs.backend_tokenizer.encode_special_tokens = False
 

@@ -22,6 +22,7 @@ from processes import python
 
 sys.path.insert(0, str(ROOT / "runs"))
 import score_core
+from lib import choices
 
 # label, kind, shots, baseline in percent, delimiter
 TABLE = [
@@ -154,19 +155,19 @@ def read_items(bundle, label):
     return items
 
 
-def read(data, label, limit=0) -> score_core.CoreTask:
+def read(data, label, limit=None) -> choices.ChoiceTask:
     name = f"core/{label}.npz"
-    return score_core.CoreTask.read(data / name, score_core.core_files(ts.Dataset.open(data))[name], limit, LENGTH)
+    return score_core.read_task(data / name, score_core.core_files(ts.Dataset.open(data))[name], limit, LENGTH)
 
 
-def packed(model, data, label, size=512, limit=0):
+def packed(model, data, label, size=512, limit=None):
     dataset, task = ts.Dataset.open(data), read(data, label, limit)
 
     def score(inputs):
         assert all(len(t) == size for t in inputs[:5]) and all(len(t) == size // 2 for t in inputs[6:])
-        return score_core.score_packed(model, inputs)
+        return choices.score_packed(model, inputs)
 
-    return task, score_core.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ALONE)
+    return task, choices.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +186,10 @@ def test_packed_equals_plain(bundle, data, model, row):
 
     expected = []
     task, _ = packed(model, data, label)
-    assert (task.name, task.kind, task.baseline, len(task.items)) == (label, kind, baseline / 100, len(items))
+    assert (task.name, task.kind, task.chance, len(task.examples)) == (label, kind, baseline / 100, len(items))
     for index, item in enumerate(items):
         rows = plain_rows(items, index, kind, shots, delimiter, encode, LENGTH)
-        assert [r.tolist() for r in task.items[index]] == [tokens for tokens, _ in rows]
+        assert [r.tolist() for r in task.examples[index]] == [tokens for tokens, _ in rows]
         assert task.spans[index] == [(start, len(tokens)) for tokens, start in rows]
         right, gap = plain_score(model, rows, kind, item.get("gold", 0), CONFIG.vocab_size)
         assert gap > 2e-5, "the synthetic data should not hold near-ties"
@@ -199,34 +200,34 @@ def test_packed_equals_plain(bundle, data, model, row):
 
 def test_attention_kernel(data, model, monkeypatch):
     """The Triton kernel in its interpreter (or on a GPU) against the reference, on a real layout."""
-    if score_core.triton is None:
+    if choices.triton is None:
         pytest.skip("no triton")
-    monkeypatch.setattr(score_core, "use_triton", lambda q: True)
+    monkeypatch.setattr(choices, "use_triton", lambda q: True)
     task = read(data, "arc_easy")
-    batch = score_core.CoreBatch(512, model.windows, 0)
-    for rows, spans in zip(task.items, task.spans, strict=True):
+    batch = choices.ChoiceBatch(512, model.windows, 0)
+    for rows, spans in zip(task.examples, task.spans, strict=True):
         batch.add(rows, spans, 0)
     inputs = batch.inputs(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     qkv = torch.randn(512, 3, 2, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = qkv.to(inputs.tokens_T.device).half().unbind(1)
-    for first in inputs.first_2T:
-        layout = (first, inputs.skip_T, inputs.branch_T)
-        found = score_core.branch_attention(q, k, v, *layout)
-        wanted = score_core.branch_attention_ref(q.float(), k.float(), v.float(), *layout)
+    for window_start in inputs.window_start_2T:
+        layout = (window_start, inputs.hidden_start_T, inputs.choice_start_T)
+        found = choices.choice_attention(q, k, v, *layout)
+        wanted = choices.choice_attention_ref(q.float(), k.float(), v.float(), *layout)
         torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_ties_go_to_the_first(data, model):
     """Equal choices: the first counts, even if the packed losses differ by rounding."""
     rows = [np.array([0, 5, 6, 7])] * 3
-    task = score_core.CoreTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
+    task = choices.ChoiceTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
     drift = iter(torch.arange(1000, 0, -1).float())
 
     def score(inputs):
         targets = inputs.targets_R
         return torch.tensor([next(drift) for _ in targets]), targets > 0
 
-    assert score_core.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
+    assert choices.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
 
 
 def test_greedy_answers_count(data, model):
@@ -243,8 +244,8 @@ def test_greedy_answers_count(data, model):
             rows.append([np.array(other, np.int32)])
             said.append(change is None)
     spans = [[(len(row) - 4, len(row))] for (row,) in rows]
-    task = score_core.CoreTask("t", "language_modeling", 0.0, np.zeros(len(rows), np.int32), rows, spans)
-    found = score_core.score_task(score_core.scorer(model, compile=False), task, 512, model.windows, 0, ALONE)
+    task = choices.ChoiceTask("t", "language_modeling", 0.0, np.zeros(len(rows), np.int32), rows, spans)
+    found = choices.score_task(choices.scorer(model, compile=False), task, 512, model.windows, 0, ALONE)
     assert found.tolist() == said
 
 
@@ -257,10 +258,10 @@ def test_one_graph(data, model, monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    compiled, bos_id = score_core.scorer(model, compile=True), ts.Dataset.open(data).tokenizer.bos_id
+    compiled, bos_id = choices.scorer(model, compile=True), ts.Dataset.open(data).tokenizer.bos_id
     for label in ("copa", "arc_easy", "winograd"):
         task = read(data, label)
-        found = score_core.score_task(compiled, task, 512, model.windows, bos_id, ALONE)
+        found = choices.score_task(compiled, task, 512, model.windows, bos_id, ALONE)
         assert found.tolist() == packed(model, data, label)[1].tolist()
     assert len(graphs) == 1
     torch._dynamo.reset()
@@ -274,8 +275,8 @@ def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
         full, scores = packed(model, data, label)
         for where in (data, root):
             part, found = packed(model, where, label, limit=5)
-            assert found.tolist() == scores[:5].tolist() and len(part.items) == 5
-            for a, b in zip(part.items, full.items, strict=False):
+            assert found.tolist() == scores[:5].tolist() and len(part.examples) == 5
+            for a, b in zip(part.examples, full.examples, strict=False):
                 assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -289,7 +290,7 @@ def test_mistakes(data, bundle, tmp_path):
         done = python("data/core.py", "--bundle", bundle_dir, "--data", root)
         assert done.returncode == 1 and words in done.stderr and done.stderr.startswith("error: ")
     with pytest.raises(score_core.RunError, match="corrupt"):
-        score_core.CoreTask.read(data / "core/copa.npz", "0" * 64, 0, LENGTH)
+        score_core.read_task(data / "core/copa.npz", "0" * 64, None, LENGTH)
 
 
 SMALL = ("--batch-tokens", 700)  # a buffer of the default size takes a tenth of a second on a CPU
@@ -315,7 +316,7 @@ def test_command(data, trained, tmp_path, capsys):
     """core.csv, result.json and the last line agree with each other and with the definition of CORE."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     before = json.loads((run_dir / "result.json").read_text())
-    code, result = score(capsys, run_dir, "--items", 4)
+    code, result = score(capsys, run_dir)
     assert code == 0 and result["run_dir"] == str(run_dir)
     rows = list(csv.DictReader((run_dir / "core.csv").open()))
     assert len(rows) == 23 and rows[-1]["task"] == "CORE" and float(rows[-1]["centered"]) == result["core"]
@@ -323,17 +324,27 @@ def test_command(data, trained, tmp_path, capsys):
     for row in rows[:-1]:
         baseline = {label: value / 100 for label, _, _, value, _ in TABLE}[row["task"]]
         wanted = (float(row["accuracy"]) - baseline) / (1 - baseline)
-        assert float(row["centered"]) == pytest.approx(wanted) and row["items"] == "4"
-        assert float(row["accuracy"]) == packed(model, data, row["task"], limit=4)[1].mean()
+        assert float(row["centered"]) == pytest.approx(wanted) and row["examples"] == "14"
+        assert float(row["accuracy"]) == packed(model, data, row["task"])[1].mean()
     assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
     after = json.loads((run_dir / "result.json").read_text())
-    for key in ("core", "core_seconds", "core_items"):
-        assert after[key] == result[key]
-        before[key] = after[key]
-    assert after == before, "what training has written is still there"
-    assert result["core_items"] == 4 and score(capsys, run_dir, *SMALL)[1]["core_items"] is None
-    assert json.loads((run_dir / "result.json").read_text())["core_items"] is None
-    assert score(capsys, run_dir, "--items", 4, *SMALL)[1]["core"] == result["core"]
+    assert after == {**before, "core": result["core"], "core_seconds": result["core_seconds"]}
+    assert score(capsys, run_dir, *SMALL)[1]["core"] == result["core"]
+
+
+def test_an_estimate_is_no_core(data, trained, tmp_path, capsys):
+    """With --limit, core.csv and result.json stay as they are."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    before = (run_dir / "result.json").read_text()
+    code, result = score(capsys, run_dir, "--limit", 4, *SMALL)
+    assert code == 0 and "core" not in result and not (run_dir / "core.csv").exists()
+    assert (run_dir / "result.json").read_text() == before
+    rows = list(csv.DictReader((run_dir / "core_limit_4.csv").open()))
+    assert len(rows) == 23 and {row["examples"] for row in rows[:-1]} == {"4"} and rows[-1]["task"] != "CORE"
+    model = score_core.engine.load_run(run_dir, device="cpu").model
+    for row in rows[:-1]:
+        assert float(row["accuracy"]) == packed(model, data, row["task"], limit=4)[1].mean()
+    assert result["core_estimate"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
 
 
 def test_other_checkpoints_have_their_own_table(trained, tmp_path, capsys):
@@ -341,11 +352,11 @@ def test_other_checkpoints_have_their_own_table(trained, tmp_path, capsys):
     run_dir = shutil.copytree(trained, tmp_path / "run")
     result = run_dir / "result.json"
     before = result.read_text()
-    assert score(capsys, run_dir, "--items", 1, "--step", 2, *SMALL)[0] == 0
+    assert score(capsys, run_dir, "--step", 2, *SMALL)[0] == 0
     assert (run_dir / "core_step_2.csv").is_file() and not (run_dir / "core.csv").exists()
     assert result.read_text() == before
     result.unlink()  # a run that was stopped
-    assert score(capsys, run_dir, "--items", 1, *SMALL)[0] == 0
+    assert score(capsys, run_dir, "--limit", 1, *SMALL)[0] == 0
     assert (run_dir / "core_step_4.csv").is_file() and not (run_dir / "core.csv").exists() and not result.exists()
 
 
@@ -354,10 +365,10 @@ def test_two_processes(trained, tmp_path):
     scores = []
     for ranks in (1, 2):
         run_dir = shutil.copytree(trained, tmp_path / str(ranks))
-        done = python("runs/score_core.py", run_dir, "--items", 3, *SMALL, ranks=ranks)
+        done = python("runs/score_core.py", run_dir, "--limit", 3, *SMALL, ranks=ranks)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("core: ") == 1, "one rank prints"
-        scores.append(json.loads(done.stdout.splitlines()[-1])["core"])
+        scores.append(json.loads(done.stdout.splitlines()[-1])["core_estimate"])
     assert scores[0] == scores[1]
 
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 
+import encoder_model as em
 import export
 import finetune_encoder as ft
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_encoder as te
+from lib.command import RunError
 from safetensors.torch import load_file
 
 from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
@@ -44,9 +46,9 @@ def ran(main, *argv) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
-def random_encoder(seed: int = 0, **changes) -> te.Encoder:
+def random_encoder(seed: int = 0, **changes) -> em.Encoder:
     """Every weight is random: zero projections would hide mistakes."""
-    model = te.Encoder(te.Config(**{**TINY, "vocab_size": 301, **changes}))
+    model = em.Encoder(te.Config(**{**TINY, "vocab_size": 301, **changes}))
     model.init_weights(seed)
     rng = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -84,7 +86,7 @@ def test_attention_is_that_of_the_formula(lengths):
     positions = torch.cat([torch.arange(n) for n in lengths])
     expected = dense_attention(q, k, v, list(lengths))
     for max_doc in (max(lengths), max(lengths) + 3):
-        found = te.sdpa_attention(positions, None, max_doc)(q, k, v)
+        found = em.sdpa_attention(positions, None, max_doc)(q, k, v)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -92,7 +94,7 @@ def test_attention_is_that_of_the_formula(lengths):
 def test_varlen_attention_on_a_gpu():
     q, k, v = torch.randn(3, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([0, 100, 101, 300, 300], device="cuda", dtype=torch.int32)
-    found = te.varlen_attention(None, ends, 256)(q, k, v)
+    found = em.varlen_attention(None, ends, 256)(q, k, v)
     expected = dense_attention(*(x.float() for x in (q, k, v)), [100, 1, 199])
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
 
@@ -242,7 +244,7 @@ def test_resume_bit_for_bit(pretrained, tmp_path):
 
 def two_ranks(script: str, *argv) -> None:
     """Runs a command in two processes that know each other, as torchrun starts them."""
-    done = python(ROOT / "runs" / script, *argv, ranks=2)
+    done = python(ROOT / "runs/encoder" / script, *argv, ranks=2)
     assert done.returncode == 0, done.stderr
 
 
@@ -273,7 +275,8 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
         error = stops(te.main, "--resume", "--run-dir", pretrained, *others.split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
     assert "arguments are required: --run-dir" in stops(te.main, "--resume")
-    assert "is a run of runs/train_encoder.py; continue it with" in stops(ft.main, "--resume", "--run-dir", pretrained)
+    error = stops(ft.main, "--resume", "--run-dir", pretrained)
+    assert "is a run of runs/encoder/train_encoder.py; continue it with" in error
 
 
 # ---- pairs
@@ -293,7 +296,7 @@ BAD_PAIRS = (
 def test_bad_pairs_are_refused(tmp_path, line, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"query": "a", "positive": "b"}\n' + line + "\n")
-    with pytest.raises(ts.UserError, match="pairs.jsonl line 2") as error:
+    with pytest.raises(RunError, match="pairs.jsonl line 2") as error:
         ft.read_pairs(path, 1)
     assert message in str(error.value)
 
@@ -304,7 +307,7 @@ def test_pairs_are_read(tmp_path):
     assert data.texts == ["a", "b\u2028b", "c", "e"]
     assert data.pairs == [ft.Pair(0, 1, (2,)), ft.Pair(3, 2, ())]
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ts.UserError, match="holds no pairs"):
+    with pytest.raises(RunError, match="holds no pairs"):
         ft.read_pairs(tmp_path / "empty.jsonl", 1)
 
 
@@ -373,7 +376,7 @@ def test_a_failed_command_leaves_no_older_training_pairs(tmp_path):
 
 
 def test_ranking_scores_by_hand():
-    task = ft.Task({}, {10: {1}, 11: {7}, 12: {0, 1}})
+    task = ft.Retrieval({}, {10: {1}, 11: {7}, 12: {0, 1}})
     scores = np.zeros((3, 12))
     for row, first in zip(scores, ([3, 1, 2], [0, 1, 2], [2, 0, 1]), strict=True):
         row[first] = 3, 2, 1
@@ -387,7 +390,7 @@ def test_a_query_is_no_wrong_answer_to_itself(monkeypatch):
     """Each text asks for its twin, which a perfect model embeds alike; a query may also be its own answer."""
     pairs = [ft.Pair(0, 1, ()), ft.Pair(1, 0, ()), ft.Pair(2, 3, ()), ft.Pair(3, 2, ()), ft.Pair(4, 4, ())]
     embeddings = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]], dtype=torch.float32)
-    assert ft.contrast_loss(embeddings, range(5), pairs, 0.01).item() == 0
+    assert ft.info_nce_loss(embeddings, range(5), pairs, 0.01).item() == 0
     monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
     perfect = {"ndcg@10": 1.0, "recall@10": 1.0}
     data = ft.Pairs(["the hat", "hat the", "stone", "stone stone", "order"], pairs)
@@ -407,7 +410,7 @@ def test_bm25_by_hand():
     assert unknown == pytest.approx([0, 0])
 
 
-# ---- contrast
+# ---- InfoNCE
 
 
 @pytest.mark.parametrize(("rows", "documents"), [
@@ -416,7 +419,7 @@ def test_bm25_by_hand():
     # Query 0 has two positives: neither is a wrong answer for the other.
     ([(0, 1, (4,)), (2, 3, (1,)), (0, 5, (1,))], [(1, 4, 3), (1, 4, 3, 5), (4, 3, 5)]),
 ])  # fmt: skip
-def test_contrast_loss_by_hand(rows, documents):
+def test_info_nce_loss_by_hand(rows, documents):
     """Each query against all positives and negatives of the batch, but for other positives of its own."""
     embeddings = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
     embeddings.requires_grad_()
@@ -424,7 +427,7 @@ def test_contrast_loss_by_hand(rows, documents):
     for (query, positive, _), compared in zip(rows, documents, strict=True):
         scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in compared}
         expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
-    loss = ft.contrast_loss(embeddings, range(6), [ft.Pair(*row) for row in rows], 0.1)
+    loss = ft.info_nce_loss(embeddings, range(6), [ft.Pair(*row) for row in rows], 0.1)
     assert loss.item() == pytest.approx(expected / 3, rel=1e-5)
     loss.backward()
     assert embeddings.grad.isfinite().all()
@@ -444,9 +447,9 @@ def some_pairs(tmp_path_factory):
 @pytest.mark.parametrize("most", (10**6, 40, 1))
 def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch, most):
     """Gradients are those of autograd through all texts at once, for any size of micro-batches."""
-    model, _, _ = ft.load_encoder(pretrained)
+    model, _, _ = em.load_encoder(pretrained)
     config = dataclasses.replace(model.config, micro_batch_tokens=most)
-    state = te.build_state(config, ALONE)
+    state = em.build_state(config, ALONE)
     state.model.load_state_dict(model.state_dict())
     data = ft.read_pairs(some_pairs, 1)
     data.tokenize(ts.Tokenizer(pretrained / "tokenizer.json"), 16)
@@ -454,10 +457,10 @@ def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch
     taken = lambda *args: grads.update({name: p.grad.clone() for name, p in state.model.named_parameters()})
     monkeypatch.setattr(state.optimizer, "step", taken)
     pairs = [data.pairs[i] for i in (0, 2, 3, 7)]
-    loss = ft.contrast_step(state, data, pairs, 0.1)
+    loss = ft.grad_cache_step(state, data, pairs, 0.1)
 
     embeddings = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
-    expected = ft.contrast_loss(embeddings, range(len(embeddings)), pairs, 0.1)
+    expected = ft.info_nce_loss(embeddings, range(len(embeddings)), pairs, 0.1)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, param in model.named_parameters():
@@ -533,10 +536,10 @@ def exported(finetuned, tmp_path_factory):
 def test_export_in_transformers(exported, finetuned):
     """Embeddings of a padded batch and logits of a masked text, to 1e-5."""
     transformers = pytest.importorskip("transformers")
-    model, description, _ = ft.load_encoder(finetuned)
+    model, description, _ = em.load_encoder(finetuned)
     texts = [*SENTENCES[:3], "é ü € naïve 你好 12 ...", "the stone " * 40]
     data = ft.Pairs(texts, [])
-    data.tokenize(ts.Tokenizer(finetuned / "tokenizer.json"), ft.longest_text(description))
+    data.tokenize(ts.Tokenizer(finetuned / "tokenizer.json"), em.max_text_len(description))
     with torch.no_grad():
         expected = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
 

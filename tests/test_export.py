@@ -11,6 +11,8 @@ import pytest
 import tiktoken
 import tokenizer
 import train_small as ts
+from lib import export_files
+from lib.export_tokenizer import convert_tokenizer, read_vocabulary
 from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
@@ -22,7 +24,7 @@ def test_tokenizer_equals_the_projects(bpe):
     from tokenizers import Tokenizer
 
     own = ts.Tokenizer(bpe)
-    theirs = Tokenizer.from_str(json.dumps(export.read_vocabulary(own).content))
+    theirs = Tokenizer.from_str(json.dumps(read_vocabulary(own).content))
     assert theirs.get_vocab_size() == own.vocab_size == 900
     texts = VARIED + random_texts(3000) + [(ROOT / "train_small.py").read_text(encoding="utf-8")]
     for text in texts:
@@ -42,7 +44,7 @@ def test_tokens_that_no_merge_reaches(bpe):
 
     tokens = [bytes([b]) for b in range(256)] + [b"bc", b"ab", b"cd", b"abc", b"island", b"bcd"]
     specials = {"<|bos|>": len(tokens)}
-    theirs = Tokenizer.from_str(json.dumps(export.convert_tokenizer(tokenizer.PATTERN, tokens, specials, "<|bos|>")))
+    theirs = Tokenizer.from_str(json.dumps(convert_tokenizer(tokenizer.PATTERN, tokens, specials, "<|bos|>")))
     own = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)},
                             special_tokens=specials)  # fmt: skip
     rng = random.Random(1)
@@ -140,6 +142,6 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     def full_disk(*_):
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full_disk)
+    monkeypatch.setattr(export_files, "save_file", full_disk)
     assert export.main([str(run_dir), "--out", str(new)]) == 1
     assert f"No space left on device); make room, remove {new} and try again" in capsys.readouterr().err

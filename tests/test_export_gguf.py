@@ -21,6 +21,8 @@ import torch.nn.functional as F
 import train_small as ts
 from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
 from lib import chat_format, engine, export_portable
+from lib.command import RunError
+from lib.export_tokenizer import read_vocabulary
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,7 +147,7 @@ def test_a_residual_factor_that_no_norm_takes_away(tmp_path):
     model = random_model(portable_config(vocab_size=900))
     with torch.no_grad():
         model.scalars[1, 2] = -0.5
-    with pytest.raises(export.RunError, match="residual factor of layer 2 fell to"):
+    with pytest.raises(RunError, match="residual factor of layer 2 fell to"):
         export_portable.qwen_weights(model)
 
 
@@ -165,7 +167,7 @@ def test_tokens_by_the_rule_of_ollama(tmp_path):
     assert len(names) == 1
     run_dir = portable_run(tmp_path, *names)
     own = ts.Tokenizer(run_dir / "tokenizer.json")
-    content = export.read_vocabulary(own).content
+    content = read_vocabulary(own).content
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PUBLISHED["qwen2"]
     theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
     theirs.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""runs/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
+"""runs/huggingface/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
 
 import contextlib
 import copy
@@ -44,7 +44,7 @@ from transformers import (  # noqa: E402
 
 del os.environ["HF_HUB_OFFLINE"]  # the tests of other files have hubs of their own
 
-TEMPLATE = ROOT / "runs/lib/chat_template_qwen.jinja"
+TEMPLATE = ROOT / "runs/huggingface/chat_template_qwen.jinja"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,
@@ -175,7 +175,7 @@ def test_assistant_mask_by_hand():
     text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT)
     tokens = batch["tokens"][0]
     assert tokenizer.decode(tokens) == text
-    counted = [token for token, flag in zip(tokens, batch["counted"][0], strict=True) if flag]
+    counted = [token for token, flag in zip(tokens, batch["loss_mask"][0], strict=True) if flag]
     assert tokenizer.decode(counted) == "Hello!<|im_end|>Ciao.<|im_end|>"
 
 
@@ -191,7 +191,7 @@ def test_tools_in_the_form_of_openai():
     tokenizer = byte_tokenizer()
     tools = [{"type": "function", "function": {"name": "add"}}]
     batch = ft.tokenize_chats({"messages": [messages], "tools": [tools]}, tokenizer, "messages")
-    pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
+    pairs = list(zip(batch["tokens"][0], batch["loss_mask"][0], strict=True))
     text = tokenizer.decode([token for token, _ in pairs])
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert text.startswith("<|im_start|>system\n# Tools\n\nYou may call") and "Alibaba" not in TEMPLATE.read_text()
@@ -235,11 +235,11 @@ def test_a_row_without_text_is_named(folder, tmp_path, capsys):
 ])  # fmt: skip
 def test_templates_by_hand(name, turn, end, answer):
     """Of Qwen3 with thoughts, and of Llama 3: what is counted ends each turn."""
-    tokenizer = byte_tokenizer((ROOT / f"runs/lib/chat_template_{name}.jinja").read_text())
+    tokenizer = byte_tokenizer((ROOT / f"runs/huggingface/chat_template_{name}.jinja").read_text())
     tokenizer.bos_token = ""
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm"}]
     batch = ft.tokenize_chats({"messages": [turns]}, tokenizer, "messages")
-    pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
+    pairs = list(zip(batch["tokens"][0], batch["loss_mask"][0], strict=True))
     assert tokenizer.decode([token for token, flag in pairs if flag]) == answer + end
     text = tokenizer.decode([token for token, _ in pairs]).replace("\n" + turn[:12], turn[:12]).strip()
     assert text == turn.format("user") + "Hi" + end + turn.format("assistant") + answer + end
@@ -260,27 +260,27 @@ def test_texts_end_with_the_end_of_text():
     tokenizer = byte_tokenizer()
     batch = ft.tokenize_texts({"text": ["ab", "c<|endoftext|>"]}, tokenizer, "text")
     assert [row[-1] for row in batch["tokens"]] == [tokenizer.eos_token_id] * 2
-    assert all(all(row) for row in batch["counted"])
+    assert all(all(row) for row in batch["loss_mask"])
 
 
 def test_best_fit_by_hand():
     """Documents of 7, 5, 4, 2 and 2 tokens in packs of 10: 7 + 2 and 5 + 4, then 2; the rest is padding."""
     rows = [list(range(start, start + n)) for start, n in ((1, 2), (10, 7), (20, 4), (30, 5), (40, 2))]
-    batch = {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
-    packs = ft.pack(batch, 10, cut=False)
+    batch = {"tokens": rows, "loss_mask": [[True] * len(row) for row in rows]}
+    packs = ft.pack(batch, 10, split=False)
     assert packs["lengths"] == [[7, 2, 1], [5, 4, 1], [2, 2, 2, 2, 2]]
     assert packs["input_ids"][0].tolist() == [*range(10, 17), 1, 2, 0]
     assert packs["labels"][0].tolist() == [-100, *range(11, 17), -100, 2, -100]
-    assert packs["documents"] == [2, 2, 1] and packs["tokens"] == [9, 9, 2] and packs["counted"] == [7, 7, 1]
+    assert packs["documents"] == [2, 2, 1] and packs["tokens"] == [9, 9, 2] and packs["targets"] == [7, 7, 1]
 
 
 def test_long_texts_are_cut_without_losing_a_target_and_long_chats_left_out():
     row = list(range(100, 126))
-    batch = {"tokens": [row, [1, 2]], "counted": [[True] * 26, [True, False]]}
-    packs = ft.pack(batch, 10, cut=True)  # [1, 2] counts nothing that could be a target
+    batch = {"tokens": [row, [1, 2]], "loss_mask": [[True] * 26, [True, False]]}
+    packs = ft.pack(batch, 10, split=True)  # [1, 2] counts nothing that could be a target
     labels = np.concatenate(packs["labels"])
     assert sorted(labels[labels != -100].tolist()) == row[1:]
-    assert ft.pack(batch, 10, cut=False)["input_ids"] == []
+    assert ft.pack(batch, 10, split=False)["input_ids"] == []
 
 
 def test_cache_serves_the_next_run(folder, monkeypatch):
@@ -361,7 +361,7 @@ def test_packed_equals_one_document_at_a_time(name):
 
     hf = random_model(MODELS[name])
     hf.loss_options = {}
-    packed_loss = ft.packed_loss(hf, packed_batch(documents, [[0, 1, 2], [3, 4]]), counted=10)
+    packed_loss = ft.packed_loss(hf, packed_batch(documents, [[0, 1, 2], [3, 4]]), targets=10)
     packed_loss.backward()
     assert packed_loss.item() == pytest.approx(plain_loss.item() / 10, rel=1e-5)
     for (key, ours), reference in zip(hf.named_parameters(), plain.parameters(), strict=True):
@@ -520,11 +520,11 @@ def test_no_damaged_state_is_used(reference, tmp_path):
     content = (reference / "checkpoints/step_000006/state.json").read_bytes()
     shutil.copytree(reference / "checkpoints/step_000006", tmp_path / "checkpoints/step_000006")
     path = tmp_path / "checkpoints/step_000006/state.json"
-    assert ft.newest_whole(tmp_path)[0] == path.parent
+    assert ft.newest_complete(tmp_path)[0] == path.parent
     flips = [content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :] for i in range(0, len(content), 3)]
     for other in [*flips, *(content[:i] for i in range(0, len(content), 9)), content + b" "]:
         path.write_bytes(other)
-        assert not ft.newest_whole(tmp_path), other
+        assert not ft.newest_complete(tmp_path), other
 
 
 @pytest.mark.parametrize(("kind", "damage"), [
@@ -577,7 +577,7 @@ def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch
 # The imports take most of the time, so one process does them for both.
 TWO_RANKS = """
 import os, sys
-sys.path.insert(0, "runs")
+sys.path.insert(0, "runs/huggingface")
 import datasets, finetune_hf, matplotlib.pyplot, transformers.models.qwen2.modeling_qwen2
 child = os.fork()
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
@@ -617,7 +617,7 @@ def test_pretrain(folder, tmp_path):
     words = ["pretrain", "--model-name", folder / "model", "--data.path=json", "--data.data-files",
              folder / "texts.jsonl", "--val-rows", 5, "--sequence-length", 100, "--packs", 4, "--epochs", 1.5,
              "--lr", 0.01, "--workers", 2, "--recompute", "false", "--run-dir", tmp_path / "run"]  # fmt: skip
-    done = in_processes(folder, "runs/finetune_hf.py", *words)
+    done = in_processes(folder, "runs/huggingface/finetune_hf.py", *words)
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False
     log = entries(tmp_path / "run")
@@ -685,11 +685,11 @@ def test_later_settings_count(tmp_path):
     (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
-    (["--chat-template", ROOT / "runs/sft_qwen.toml"], "does not mark what the assistant says with {% generation %}"),
+    (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not tag what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),
-    (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "--sequence-length is above the model's 256"),
+    (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "is above the model's 256"),
     (["--attention", "eager9"], "--attention eager9 does not fit"),
     (["--sequence-length", "10"], "none of the 52 rows fits; check --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "/nowhere/config.json cannot be read (FileNotFoundError: "),
@@ -717,9 +717,9 @@ def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, caps
     """What each error says works: its log is none of the next run's."""
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run"]
     with monkeypatch.context() as patch:
-        patch.setattr(ft, "packed_loss", lambda model, batch, counted: model(**batch).logits.sum() * math.nan)
+        patch.setattr(ft, "packed_loss", lambda model, batch, targets: model(**batch).logits.sum() * math.nan)
         assert "the gradient became nan; lower --lr, and --resume if there is" in refused(capsys, *words)
     resumed = refused(capsys, "--resume", "--run-dir", tmp_path / "run")
-    assert "has no undamaged checkpoint; start again without --resume" in resumed
+    assert "has no complete checkpoint; start again without --resume" in resumed
     run(capsys, *words)
     assert losses_of(tmp_path / "run") == losses_of(reference)

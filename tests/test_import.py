@@ -60,7 +60,8 @@ sys.meta_path.insert(0, Refuse())
 """
 # The first three have the flags of a training script, which they import; the last has none.
 WITHOUT = {"bench.py", "bench_generate.py", "profile_step.py", "check_requirements.py"}
-COMMANDS = [path.relative_to(ROOT).as_posix() for folder in ("data", "runs", "records", "dev")
+FOLDERS = ("data", "runs", "runs/huggingface", "runs/encoder", "records", "dev")
+COMMANDS = [path.relative_to(ROOT).as_posix() for folder in FOLDERS
             for path in sorted((ROOT / folder).glob("*.py")) if path.name not in WITHOUT
             and '__name__ == "__main__"' in path.read_text(encoding="utf-8")]  # fmt: skip
 

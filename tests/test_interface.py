@@ -13,17 +13,18 @@ from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps,
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 # They take no run, and train or plan with the script of this checkout.
-WITH_OUR_SCRIPT = ("check_nodes.py", "finetune_hf.py", "kernel_cache.py", "scaling_plan.py", "train_encoder.py")
-TOOLS = sorted(p for p in (*ROOT.glob("runs/*.py"), *ROOT.glob("runs/lib/*.py")) if p.name not in WITH_OUR_SCRIPT)
+WITH_OUR_SCRIPT = "check_nodes finetune_hf kernel_cache scaling_plan train_encoder encoder_config encoder_model".split()
+WITH_OUR_SCRIPT += ["train_plain"]
+TOOLS = sorted(path for path in ROOT.glob("runs/**/*.py") if path.stem not in WITH_OUR_SCRIPT)
 
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
-    Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
+    SCALARS Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
     build_state build_optimizer train micro_step ngram_tables set_sparse_gradients
-    checkpoints newest_whole check_checkpoint load_checkpoint
+    CHECKPOINT_FILES checkpoints newest_whole check_checkpoint load_checkpoint
     read_config read_description build_parser change_config resumed_config run_command
 """.split()
 

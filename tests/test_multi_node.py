@@ -1,4 +1,4 @@
-"""runs/multi_node.sh with two torchrun agents here, one of them killed; runs/slurm.sh with fakes of SLURM."""
+"""runs/cluster/: multi_node.sh with two torchrun agents here, one of them killed; slurm.sh with fakes of SLURM."""
 
 import contextlib
 import io
@@ -79,8 +79,8 @@ def agents(tmp_path, fast_python):
     def start(*argv):
         out = tmp_path / f"agent_{len(started)}.txt"
         with out.open("w") as file:
-            job = subprocess.Popen(["bash", "runs/multi_node.sh", *argv], cwd=ROOT, env=environment, stdout=file,
-                                   stderr=subprocess.STDOUT)  # fmt: skip
+            command = ["bash", "runs/cluster/multi_node.sh", *argv]
+            job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         job.text, job.head = out.read_text, port
         started.append(job)
         return job
@@ -144,7 +144,7 @@ class Fakes:
         return (self.folder / "calls.txt").read_text().splitlines()
 
     def start(self, script, *argv, **more) -> subprocess.Popen:
-        command = ["bash", ROOT / "runs" / script, *map(str, argv)]
+        command = ["bash", ROOT / "runs/cluster" / script, *map(str, argv)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=ROOT, env=with_path(self.folder, **more), text=True, **pipes)
 
@@ -214,8 +214,8 @@ def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     words = call.split()
     assert words[1:3] == ["-m", "torch.distributed.run"] and "--nnodes=1:2" in words and "--nproc-per-node=1" in words
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=node0:1234", "--rdzv-id=seven", "--max-restarts=5"} <= set(words)
-    assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
-    assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in call  # a later --save-every wins
+    assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/cluster/multi_node.sh"]
+    assert f"runs/cluster/multi_node.sh --save-every 250 {' '.join(argv)}" in call  # a later --save-every wins
     for more, text in ((["--stepps", "3"], "unrecognized arguments: --stepps"), (["--resume"], "adds --resume where")):
         done = fakes.run("multi_node.sh", *argv, *more)
         assert done.returncode == 2 and text in done.err
@@ -258,11 +258,11 @@ def test_slurm(fakes, tmp_path):
     slurm = dict(SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID="4321", SLURM_JOB_NUM_NODES="2",
                  SLURM_JOB_NODELIST="gpu[7-8]", CALLS=str(tmp_path / "calls.txt"))  # fmt: skip
     assert fakes.run("slurm.sh", "--run-dir", "out/a", **slurm).returncode == 0
-    assert fakes.calls() == ["scontrol show hostnames gpu[7-8]", "srun bash runs/multi_node.sh --run-dir out/a",
+    assert fakes.calls() == ["scontrol show hostnames gpu[7-8]", "srun bash runs/cluster/multi_node.sh --run-dir out/a",
                              "env 2 gpu7:24321 4321"]  # fmt: skip
     assert fakes.run("slurm.sh", **slurm, CODE="7").returncode == 7
     fakes.run("slurm.sh", **slurm, NODES="1:2")
-    assert fakes.calls()[-2] == "srun --no-kill --kill-on-bad-exit=0 bash runs/multi_node.sh"
+    assert fakes.calls()[-2] == "srun --no-kill --kill-on-bad-exit=0 bash runs/cluster/multi_node.sh"
     assert fakes.calls()[-1] == "env 1:2 gpu7:24321 4321"
 
     before = len(fakes.calls())

@@ -268,7 +268,10 @@ def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
     assert state / 2**30 + tokens * (0.59e6 if name == "t4" else 0.38e6) / 2**30 < 0.9 * gib
 
 
-@pytest.mark.parametrize("name", "test quickstart speedrun_small speedrun_medium scaling multi_node slurm".split())
+SHELL = "test quickstart speedrun_small speedrun_medium scaling cluster/multi_node cluster/slurm".split()
+
+
+@pytest.mark.parametrize("name", SHELL)
 def test_help_of_a_shell_script(name, tmp_path):
     """The comment at its head, from any folder; nothing is installed or started."""
     path = ROOT / "runs" / f"{name}.sh"
@@ -351,8 +354,8 @@ def unrolled(command: str) -> list[str]:
     return [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()] if loop else [command]
 
 
-BY_HELP = ("train_small.py", "train_medium.py", "runs/finetune_hf.py", "runs/rl.py", "runs/train_encoder.py",
-           "runs/finetune_encoder.py")  # fmt: skip
+BY_HELP = ["train_small.py", "train_medium.py", "runs/rl.py", "runs/huggingface/finetune_hf.py"]
+BY_HELP += ["runs/encoder/train_encoder.py", "runs/encoder/finetune_encoder.py"]
 
 
 def known_flags(script: str) -> set[str]:
@@ -368,7 +371,8 @@ def known_flags(script: str) -> set[str]:
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
 
-PASSED_ON = ("runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py", "dev/profile_step.py")
+PASSED_ON = ("runs/quickstart.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
+PASSED_ON += ("dev/bench.py", "dev/profile_step.py")
 
 
 @pytest.mark.parametrize("name", ["README.md", "runs/README.md", "data/README.md", "records/README.md", *TUTORIALS])
@@ -421,7 +425,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
     r"export\.py out/finetuned": "test_export_gguf.py finetunes an export",
     r"dev/check_gguf\.py": "needs llama.cpp; test_export_gguf.py has the same comparisons",
-    r"runs/finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
+    r"finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
     r"records/\S+ .*(2026-11-2\d_(first-[bp]34|p34-h100)|--help)": "needs runs on that card; tutorial 3 has others",
@@ -518,7 +522,9 @@ def test_pages_name_real_flags_fields_and_files():
     pages = ("README.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "dev/MEASUREMENTS.md")
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages}
     text = "".join(texts.values())
-    scripts = [str(path.relative_to(ROOT)) for folder in ("data", "runs") for path in (ROOT / folder).glob("*.py")]
+    folders = ("data", "runs", "runs/huggingface", "runs/encoder")
+    paths = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    scripts = [str(path.relative_to(ROOT)) for path in paths]
     scripts += ["train_small.py", "train_medium.py", "runs/speedrun_small.sh"]
     flags = {f for script in scripts for f in known_flags(script)} | {"--help", "--nproc_per_node"}
     flags.add("--set")  # of older scripts, whose commands MEASUREMENTS.md states

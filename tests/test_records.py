@@ -426,12 +426,12 @@ def added(tmp_path, *run_dirs) -> Path:
 
 def core_table(run_dir, accuracy, items=10) -> None:
     rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(entry.CORE_TASKS)]
-    head = "task,items,accuracy,centered,seconds"
+    head = "task,examples,accuracy,centered,seconds"
     (run_dir / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.3,22.0\n"]))
 
 
 def test_add_reads_core(repo, tmp_path):
-    """core.csv counts, and all runs must have been scored on the same items."""
+    """core.csv counts, and all runs must have been scored on the same examples."""
     runs = copies(repo, tmp_path, 0, 1)
     core_table(runs[0], 0.2)
     core_table(runs[1], 0.4)
@@ -443,8 +443,8 @@ def test_add_reads_core(repo, tmp_path):
     assert any("record.json.runs, 2.core is" in text for text in rules.problems(folder))
     core_table(runs[1], 0.4, items=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
-    assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
-    (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
+    assert "core_1.csv: it is of other examples than core_0.csv; use the same CORE files" in message
+    (folder / "core_0.csv").write_text("task,examples,accuracy,centered,seconds\nx,1,1,1,1\n")
     assert entry.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
 

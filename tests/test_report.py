@@ -5,9 +5,9 @@ import json
 import re
 
 import pytest
-import report
+import report as command
 import train_small as ts
-from lib import engine
+from lib import engine, report
 
 from conftest import ROOT, TINY, sets, write_run
 
@@ -62,8 +62,8 @@ FINISHED = {
         RESULT, {**RESULT_ROWS, "data": "data/shards/mine", **MACHINE_ROWS},
     ),
     "encoder": (
-        {"command": "contrast", "config": {"data": "d"}, "machine": MACHINE,
-         "contrast": {"run": "out/encoder", "checkpoint": "step_000008"}},
+        {"command": "finetune_encoder", "config": {"data": "d"}, "machine": MACHINE,
+         "finetune_encoder": {"run": "out/encoder", "checkpoint": "step_000008"}},
         [{"step": 0, "tokens": 0, "ndcg@10": 0.1, "bm25_ndcg@10": 0.4}, {"step": 3, "tokens": 9, "loss": 1.0}],
         {"ndcg@10": 0.5, "bm25_ndcg@10": 0.4, "recall@10": 0.75, "steps": 3, "tokens": 9, "train_seconds": 36,
          "mfu": 0},
@@ -75,7 +75,7 @@ FINISHED = {
         {"command": "sft", "model_name": "a/model", "data": {"path": "x"}},
         [{"step": 0, "tokens": 0, "val_loss": 2.5}, {"step": 4, "tokens": 800, "loss": 1.5}],
         {"val_loss": 1.25, "steps": 4, "tokens": 800, "train_seconds": 2.0, "loss": 1.5},
-        {"validation": "1.2500 nats for each counted token", "validation, before": "2.5000 nats for each counted token",
+        {"validation": "1.2500 nats per supervised token", "validation, before": "2.5000 nats per supervised token",
          "tokens": "800", "steps": "4", "training time": "2.0 s", "model": "a/model"},
     ),
 }  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_table_of_a_finished_run(tmp_path, kind):
     """Every metric of result.json under its name, the last start's machine, and where the run came from."""
     description, log, result, rows = FINISHED[kind]
     write_files(tmp_path, description, log, result)
-    assert report.main([str(tmp_path), "--no-samples"]) == 0
+    assert command.main([str(tmp_path), "--no-samples"]) == 0
     (found,) = tables(tmp_path)
     assert dict(found) == rows and len(found) == len(rows)
     assert found[0] == list(next(iter(rows.items()))), "the picture has the score in its title"
@@ -104,7 +104,7 @@ def test_a_run_in_progress(tmp_path):
     write_files(tmp_path, description, log)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 40, "tok')
-    assert report.main([str(tmp_path)]) == 0
+    assert command.main([str(tmp_path)]) == 0
     (found,) = tables(tmp_path)
     assert dict(found) == MACHINE_ROWS | {
         "validation": "1.6000 bits per byte", "tokens": "3,000", "steps": "30", "training time": "36.0 s",
@@ -115,7 +115,7 @@ def test_a_run_in_progress(tmp_path):
     assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun
-    assert report.main([str(tmp_path)]) == 0 and "curve.png" not in (tmp_path / "report.md").read_text()
+    assert command.main([str(tmp_path)]) == 0 and "curve.png" not in (tmp_path / "report.md").read_text()
 
 
 def test_reinforcement_learning(tmp_path):
@@ -132,14 +132,14 @@ def test_reinforcement_learning(tmp_path):
     steps = [{"step": i, "reward": i / 30, "train_seconds": 1.2 * i} for i in range(1, 31)]
     log = [evaluations[0], *steps[:15], evaluations[1], *steps[15:], evaluations[2]]
     write_files(tmp_path, description, log)
-    assert report.main([str(tmp_path)]) == 0
+    assert command.main([str(tmp_path)]) == 0
 
     scores, rows, answers = tables(tmp_path)
     assert scores == [["greedy", "25.0%", "75.0%", "+50.0"], ["pass@1", "20.0%", "15.0%", "-5.0"]]
     assert answers == [["1 &#124; 2?<br>&lt;b&gt;", "3", "4", "0.00", "3", "1.00"]]
     assert dict(rows) == MACHINE_ROWS | {
         "task": "addition of 2-digit numbers", "answers of a step": "4 questions x 6", "seed": "3", "steps": "30",
-        "rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0",
+        "learning rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0",
         "started from": "out/sft", "training time": "36.0 s",
     }  # fmt: skip
 
@@ -162,8 +162,8 @@ def test_a_reference_is_drawn_in_grey(tmp_path):
     entry = sorted((ROOT / "baselines").glob("*/p34.args"))[-1].parent
     with gzip.open(entry / "log_0.jsonl.gz", "rt") as file:
         assert report.read_reference("@runs/p34.args") == report.read_reference(str(entry)) == [*map(json.loads, file)]
-    assert report.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0
-    assert report.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
+    assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0
+    assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
 
 
 @pytest.mark.parametrize(("names", "training", "score"), [
@@ -184,7 +184,7 @@ def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
     flags = ["--data", str(dataset_dir), "--run-dir", str(run_dir), "--steps", "2", "--seed", "3", *sets(TINY)]
     assert ts.main(flags) == 0
     capsys.readouterr()
-    assert report.main([str(run_dir), "--device", "cpu"]) == 0
+    assert command.main([str(run_dir), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
 
     run = engine.load_run(run_dir, device="cpu")
@@ -211,7 +211,7 @@ def run_dir(bpe, tmp_path):
 
 def test_without_the_dataset_prompts_are_fixed(run_dir):
     """As after a download of the run."""
-    assert report.main([str(run_dir), "--device", "cpu"]) == 0
+    assert command.main([str(run_dir), "--device", "cpu"]) == 0
     found = texts_of(run_dir)
     assert len(found) == 3
     for prompt, text in zip(report.PROMPTS, found, strict=True):
@@ -221,13 +221,13 @@ def test_without_the_dataset_prompts_are_fixed(run_dir):
 def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
     path = next(run_dir.glob("checkpoints/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    assert report.main([str(run_dir), "--device", "cpu"]) == 0
+    assert command.main([str(run_dir), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "has no whole checkpoint; wait until the run saves one" in said
+    assert "has no complete checkpoint; wait until the run saves one" in said
     line = next(line for line in said.splitlines() if "no samples" in line)
     assert line in (run_dir / "report.md").read_text() and tables(run_dir)
 
 
 def test_no_run_directory(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 1
+    assert command.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; name the directory of a run")

@@ -12,7 +12,6 @@ import random
 import shutil
 from types import SimpleNamespace
 
-import chat_eval
 import finetune
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ import rl
 import sft
 import torch
 import train_small as ts
-from lib import chat_format, engine
+from lib import chat_format, chat_tasks, engine
 
 from conftest import ROOT, TINY, call, chat, entries, run_sft, sets, write_jsonl
 from processes import python
@@ -76,7 +75,7 @@ def setup(source):
 def greedy(now) -> float:
     """Accuracy on all sums that may be trained on."""
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
-    items = [rl.Item(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
+    items = [rl.Example(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
     task = dataclasses.replace(now.task, test=items)
     return rl.held_out_scores(dataclasses.replace(now, task=task))[0]["greedy"]
 
@@ -164,7 +163,7 @@ def test_forced_tokens_and_the_end_mark(setup):
         tokens = generator.tokenizer.encode(text)
         forced = [i == 1 for i in range(len(tokens))]
         answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, stop_token=end))
-    item = rl.Item("", "7", chat_eval.same_number("#### 7"))
+    item = rl.Example("", "7", chat_tasks.same_number("#### 7"))
     found = rl.judge(task, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
@@ -185,10 +184,10 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
              ("length", "#### 8"): 0, ("stop", "#### $7.00"): 1, ("stop", "####+7."): 1, ("stop", "#### 7abc"): 0,
              ("stop", "#### 7####8####9"): 0, ("stop", "#### 7<|user_start|>"): 0, ("stop", "#### 7+1"): 0,
              }  # fmt: skip
-    items = [rl.Item("", "7", chat_eval.same_number("#### 7")) for _ in worth]
+    items = [rl.Example("", "7", chat_tasks.same_number("#### 7")) for _ in worth]
 
     def reward(item, text: str) -> float:
-        return 1.0 if item.right(text) else 0.08 * ("####" in text)
+        return 1.0 if item.is_correct(text) else 0.08 * ("####" in text)
 
     now.task = dataclasses.replace(now.task, reward=reward, test=items)
 
@@ -257,7 +256,7 @@ def test_rewards():
     """1 for the number, a share for digits counted from the last."""
     settings = settings_of("x", "--digits", "2", "--partial", "0.3")
     task = rl.addition_task(settings)
-    item = rl.Item("", "132", chat_eval.same_number("#### 132"))
+    item = rl.Example("", "132", chat_tasks.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
                          ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
         assert task.reward(item, text) == pytest.approx(reward), text

@@ -1,4 +1,4 @@
-"""The chat format: how a conversation becomes token ids, and how a call of the calculator stands in text.
+"""The chat format: how a conversation becomes token ids, and how a tool call, of the calculator, stands in text.
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
 
@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lib.calculator import calculate
+from lib.command import RunError
 
 ASSISTANT_START = "<|assistant_start|>"
 ASSISTANT_END = "<|assistant_end|>"
 TURN_TOKENS = ("<|user_start|>", "<|user_end|>", ASSISTANT_START, ASSISTANT_END)
-# The special tokens of a call, and what stands for them in text: [3*4 = 12].
+# The special tokens of a tool call, and what stands for them in text: [3*4 = 12].
 CALL_TOKENS = {"<|python_start|>": "[", "<|python_end|>": "", "<|output_start|>": " = ", "<|output_end|>": "]"}
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")
 
@@ -31,13 +32,20 @@ def is_chat_run(run_dir: Path) -> bool:
     return description.get("command") in ("finetune", "rl")
 
 
+def check_chat_tokens(tokenizer, run_dir: Path) -> None:
+    """Raises: RunError if the tokenizer of a run has no special tokens for turns"""
+    if ASSISTANT_END not in tokenizer.specials:
+        advice = "finetune a run whose tokenizer was made by data/tokenizer.py"
+        raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
+
+
 def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
     """Turns of user and assistant, from (role, content) of a conversation.
 
     A system (or developer) text goes in front of the next text of the user. Several messages of one role in a row
     become one. The user speaks first, if only with an empty text. The model has seen nothing else in training.
 
-    Raises: ValueError if a message of the user is empty, or if nothing is said
+    Raises: ValueError if a message of the user is empty, or if there is none of user or assistant
     """
     said = []
     system = []  # texts that wait for the user
@@ -68,17 +76,17 @@ def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
 
 def render(tokenizer, turns: list[Turn]) -> list[int]:
     """Ids of turns up to the next answer. If the last turn is the assistant's, the answer continues it."""
-    special = tokenizer.specials
+    specials = tokenizer.specials
     ids = [tokenizer.bos_id]
     for role, content in turns:
         if role == "assistant" and isinstance(content, str):
             content = answer_ids(tokenizer, content)
         elif isinstance(content, str):
             content = tokenizer.encode(content)
-        ids += [special[f"<|{role}_start|>"], *content, special[f"<|{role}_end|>"]]
-    if role == "assistant":
+        ids += [specials[f"<|{role}_start|>"], *content, specials[f"<|{role}_end|>"]]
+    if turns[-1][0] == "assistant":
         return ids[:-1]
-    return [*ids, special[ASSISTANT_START]]
+    return [*ids, specials[ASSISTANT_START]]
 
 
 def question_ids(tokenizer, question: str) -> list[int]:
@@ -118,10 +126,10 @@ def answer_content(tokenizer, ids: list[int]) -> str | list[dict]:
 
 
 class Detokenizer:
-    """Turns ids into deltas as they come: (part, text), part "text", "python" or "python_output".
+    """Turns token ids into deltas as they come: (part, text), part "text", "python" or "python_output".
 
-    Characters come out whole, and stop strings do not come out at all: as many characters are kept
-    back as may be the beginning of one.
+    Characters come out whole, and stop strings do not come out at all: as many characters are held back as may be the
+    beginning of one.
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
@@ -129,7 +137,7 @@ class Detokenizer:
         self.stops = stops
         self.keep = max(map(len, stops), default=1) - 1
         specials = tokenizer.specials
-        self.marks = {specials[name]: name for name in CALL_TOKENS if name in specials}
+        self.call_tokens = {specials[name]: name for name in CALL_TOKENS if name in specials}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.call_closed = False  # the call is written, and a result may follow
@@ -138,21 +146,21 @@ class Detokenizer:
 
     def add(self, token: int, forced: bool) -> list[tuple[str, str]]:
         """The deltas that a token completes, some of one character; `forced` as in Completion."""
-        mark = self.marks.get(token, "")
-        if not (mark or self.call_closed or self.stops):  # as nearly always
+        special = self.call_tokens.get(token, "")
+        if not (special or self.call_closed or self.stops):  # as nearly always
             text = self.decoder.decode(self.bytes[token])
             return [(self.part, text)] if text else []
-        if self.call_closed and mark != "<|output_start|>":
+        if self.call_closed and special != "<|output_start|>":
             self.append(b"]")  # a call without a result
             self.part = "text"
-        self.call_closed = mark == "<|python_end|>"
-        if mark == "<|python_start|>":
+        self.call_closed = special == "<|python_end|>"
+        if special == "<|python_start|>":
             self.part = "python"
-        elif mark == "<|output_start|>":
-            # A model can write this mark itself; then no result of the calculator follows.
+        elif special == "<|output_start|>":
+            # A model can write this token itself; then no result of the calculator follows.
             self.part = "python_output" if forced else "text"
-        self.append(CALL_TOKENS[mark].encode() if mark else self.bytes[token])
-        if mark == "<|output_end|>":
+        self.append(CALL_TOKENS[special].encode() if special else self.bytes[token])
+        if special == "<|output_end|>":
             self.part = "text"
         return self.release(self.keep)
 
@@ -162,6 +170,7 @@ class Detokenizer:
         return self.release(0)
 
     def append(self, utf8: bytes, final: bool = False) -> None:
+        """Decodes bytes into the buffer; those of an unfinished character wait, unless they are the final ones."""
         self.buffer += [(self.part, character) for character in self.decoder.decode(utf8, final)]
 
     def release(self, keep: int) -> list[tuple[str, str]]:

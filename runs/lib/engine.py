@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
 from lib.chat_format import CALL_TOKENS
+from lib.checkpoint import newest_checkpoint, read_data
 from lib.command import RunError, first_line
-from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -74,7 +74,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
-    module.UserError = RunError  # its functions raise this from now on, so tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:

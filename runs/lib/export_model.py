@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 SIGN_ROWS = 8192  # signs of the n-gram embeddings
-TRIGRAM_WIDTH = 128  # at most
+TRIGRAM_WIDTH = 128  # maximum
 
 
 class DecoderStackConfig(PretrainedConfig):
@@ -84,7 +84,7 @@ def times(scalar: Tensor, x: Tensor) -> Tensor:
     return (scalar * x).to(x.dtype)
 
 
-def before(x: Tensor, dim: int) -> Tensor:
+def shift_right(x: Tensor, dim: int) -> Tensor:
     """x moved by one place along an axis: what the token before has. The first keeps its own."""
     length = x.size(dim)
     return torch.cat((x.narrow(dim, 0, 1), x.narrow(dim, 0, length - 1)), dim)
@@ -124,18 +124,18 @@ class NgramEmbedding(nn.Module):
             self.triples = nn.Embedding(config.trigram_rows, min(TRIGRAM_WIDTH, width))
             self.out_proj = nn.Linear(min(TRIGRAM_WIDTH, width), width, bias=False)
 
-    def forward(self, ids: Tensor, previous: Tensor, before: Tensor, positions: Tensor) -> Tensor:
-        """All int64 (B, T), previous and before the two tokens before each -> (B, T, D)."""
-        pair = (36313 * ids) ^ (27191 * previous)
-        x = self.look_up(self.pairs, pair, ids ^ previous, positions < 1)
+    def forward(self, ids: Tensor, prev1_ids: Tensor, prev2_ids: Tensor, positions: Tensor) -> Tensor:
+        """All int64 (B, T), prev1_ids and prev2_ids the two tokens before each -> (B, T, D)."""
+        pair = (36313 * ids) ^ (27191 * prev1_ids)
+        x = self.look_up(self.pairs, pair, ids ^ prev1_ids, positions < 1)
         if self.triples is None:
             return x
-        triple = pair ^ (51787 * before)
-        sign_row = ids ^ (3 * previous) ^ (7 * before)
+        triple = pair ^ (51787 * prev2_ids)
+        sign_row = ids ^ (3 * prev1_ids) ^ (7 * prev2_ids)
         return x + self.out_proj(self.look_up(self.triples, triple, sign_row, positions < 2))
 
     def look_up(self, table: nn.Embedding, row: Tensor, sign_row: Tensor, is_short: Tensor) -> Tensor:
-        """Where a text has too few tokens yet, the last row stands for all."""
+        """Rows of a table (..., width); where a text has too few tokens yet (is_short), its last row."""
         last_row = table.num_embeddings - 1
         signs = self.signs[(sign_row % SIGN_ROWS).masked_fill(is_short, 0)]
         return table((row % last_row).masked_fill(is_short, last_row)) * signs[..., : table.embedding_dim]
@@ -149,8 +149,8 @@ class Context:
     """What all layers of one forward pass share."""
 
     ids: Tensor  # (B, T) new tokens
-    previous: Tensor  # (B, T) the token before each
-    before: Tensor  # (B, T) and the one before that
+    prev1_ids: Tensor  # (B, T) the token before each
+    prev2_ids: Tensor  # (B, T) and the one before that
     is_first_key: Tensor  # (B, S) whether a text starts there, with the tokens of the cache
     masks: tuple[Tensor, Tensor]  # of (B, 1, T, S): which keys each query sees, by the short and by the long window
     cos: Tensor  # (B, T, 1, K / 4)
@@ -191,7 +191,7 @@ class DecoderStackAttention(nn.Module):
         self.scale = config.attention_scale
         self.is_long = layer in config.long_layers
         self.offsets_keys = layer in config.key_offset_layers
-        self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see DecoderStackModel.remember
+        self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see DecoderStackModel.add_history
 
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
@@ -211,8 +211,8 @@ class DecoderStackAttention(nn.Module):
         q = rotate(q, context.cos.to(q.dtype), context.sin.to(q.dtype))
         k = rotate(k, context.cos.to(k.dtype), context.sin.to(k.dtype))
         if self.value_embed is not None:
-            share = 2 * self.value_gate(x)[..., None]
-            v = v + (share * self.value_embed(context.ids).view(heads)).to(v.dtype)
+            gate = 2 * self.value_gate(x)[..., None]
+            v = v + (gate * self.value_embed(context.ids).view(heads)).to(v.dtype)
         if mixed is not None:
             v = v + mixed.view(heads)
 
@@ -221,7 +221,7 @@ class DecoderStackAttention(nn.Module):
             k, v = cache.update(k, v, self.cache_layer)  # keys as they are before the offset
         if self.offsets_keys:  # the half without position becomes that of the token before
             rotated, other = k.chunk(2, -1)
-            other = torch.where(context.is_first_key[:, None, :, None], other, before(other, 2))
+            other = torch.where(context.is_first_key[:, None, :, None], other, shift_right(other, 2))
             k = torch.cat((rotated, other), -1)
         mask = context.masks[self.is_long]
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
@@ -288,7 +288,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
 
     def inject(self, x: Tensor, x0: Tensor | None, ngram: Tensor | None) -> Tensor:
-        """Adds shares of the token's embedding and of the n-grams'."""
+        """Adds the token's embedding and the n-grams', each times a learned scalar."""
         if x0 is not None:
             x = x + times(self.scalars.share_x0, x0)
         if ngram is not None:
@@ -346,7 +346,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         x0 = norm(self.embed_tokens(input_ids))
         ngram = None
         if self.ngram is not None:
-            ids = (input_ids, context.previous, context.before)
+            ids = (input_ids, context.prev1_ids, context.prev2_ids)
             ngram = self.ngram(*(i.long() for i in ids), positions)
 
         x = x0
@@ -390,7 +390,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             check_length(int(positions.max()) + 1, limit)
         return positions
 
-    def remember(self, ids: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor]:
+    def add_history(self, ids: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor]:
         """Ids and positions of all tokens so far, (B, S), which are kept in the cache's first layer.
 
         They stand there like keys and values, so that the cache crops and reorders them with those.
@@ -408,7 +408,9 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
     def make_context(self, ids: Tensor, positions: Tensor, cache) -> Context:
         """What the layers share: the tokens before, masks, and the rotary table in fp32."""
         count = ids.size(1)
-        all_ids, all_positions = self.remember(ids, positions, cache)
+        all_ids, all_positions = self.add_history(ids, positions, cache)
+        prev1_ids = shift_right(all_ids, 1)
+        prev2_ids = shift_right(prev1_ids, 1)
         quarter = self.config.head_dim // 4
         exponents = [i / max(quarter - 1, 1) for i in range(quarter)]
         frequencies = [self.config.rotary_base**-exponent for exponent in exponents]
@@ -416,8 +418,8 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         angles = positions.clamp(min=0)[..., None, None] * frequencies
         return Context(
             ids=ids,
-            previous=before(all_ids, 1)[:, -count:],
-            before=before(before(all_ids, 1), 1)[:, -count:],
+            prev1_ids=prev1_ids[:, -count:],
+            prev2_ids=prev2_ids[:, -count:],
             is_first_key=all_positions == 0,
             masks=make_masks(self.config, all_positions, count),
             cos=angles.cos(),
@@ -426,6 +428,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
 
 
 def check_length(count: int, limit: int) -> None:
+    """Raises: ValueError beyond the model's context"""
     if count > limit:
         raise ValueError(f"{count} tokens are more than the model's context of {limit}; ask for fewer")
 
@@ -473,9 +476,9 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
         labels=None, use_cache=None, logits_to_keep=0, output_hidden_states=None, **kwargs,
     ):  # fmt: skip
-        """Logits (B, T, V) in fp32, and the loss if there are labels (B, T); those of -100 do not count.
+        """Logits (B, T, V) in fp32, and the loss if there are labels (B, T); those of -100 are ignored.
 
-        Labels at padding and at the first token of a text do not count either: nothing predicts them.
+        Labels at padding and at the first token of a text are ignored too: nothing predicts them.
         """
         inputs = (input_ids, attention_mask, position_ids, past_key_values)
         outputs = self.model(*inputs, use_cache, output_hidden_states)
@@ -501,6 +504,6 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs):
         """Refuses too long a request before its first token instead of in its middle."""
-        longest = max(input_ids_length, generation_config.max_length)
-        check_length(longest, self.config.max_position_embeddings)
+        max_length = max(input_ids_length, generation_config.max_length)
+        check_length(max_length, self.config.max_position_embeddings)
         super()._validate_generated_length(generation_config, input_ids_length, *args, **kwargs)

@@ -13,23 +13,26 @@ import json
 import math
 import re
 import shlex
+import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import gguf
 import torch
 from jinja2 import Template
 from lib.command import RunError
+from lib.export_tokenizer import Vocabulary
 from safetensors.torch import load_file
-from tokenizer import PATTERNS
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
+from tokenizer import PATTERNS
 
 HOW_TO_RUN = Path(__file__).with_name("export_gguf.jinja")
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
 # Split patterns that llama.cpp knows, and what it calls them.
 LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
-# Marks in a chat template, which only transformers knows, of what the loss counts.
+# Tags of the loss mask in a chat template, which only transformers knows.
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
@@ -40,6 +43,7 @@ GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 QWEN = {
     "swiglu": True, "rotary_full": True, "softcap": (), "tied": True, "x0_injection": False, "bigram_rows": 0,
     "mudd_width": 0, "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
+    "paired_layers": (), "exclusive_layers": (), "gated_layers": (),
 }  # fmt: skip
 
 
@@ -142,16 +146,6 @@ def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
 # ---- GGUF, the format of llama.cpp
 
 
-class Vocabulary(NamedTuple):
-    content: dict  # tokenizer.json of the `tokenizers` library
-    pattern: str  # by which text is split
-    specials: dict[str, int]
-    bos: str  # begins a text
-    end: str  # ends an answer; in a base model bos, which ends the text before
-    pad: str
-    template: str = ""  # of chats
-
-
 def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
     """config.json, weights and vocabulary of a portable export that transformers saved again, as TRL and PEFT do.
 
@@ -171,16 +165,18 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     specials = {token["content"]: token["id"] for token in content["added_tokens"]}
-    marks = [settings[f"{name}_token"] for name in ("bos", "eos", "pad")]
+    bos, end, pad = (settings[f"{name}_token"] for name in ("bos", "eos", "pad"))
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template", "")
-    return fields, tensors, Vocabulary(content, split, specials, *marks, template)
+    return fields, tensors, Vocabulary(content, split, specials, bos, end, pad, template)
 
 
-def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, vocabulary: Vocabulary) -> None:
+def write_gguf(
+    path: Path, kind: str, name: str, license: str | None, fields: dict, tensors: dict, vocabulary: Vocabulary
+) -> None:
     """Writes a new GGUF file, completely or not at all, and prints how to run it.
 
-    Args:   kind one of TYPES; about with name and license, for people; fields of config.json;
+    Args:   kind one of TYPES; name and license for people; fields of config.json;
             tensors by the names of Qwen3ForCausalLM
     Raises: RunError, OSError
     """
@@ -194,9 +190,9 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
         writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(about["name"])
-        if about["license"]:
-            writer.add_license(about["license"])
+        writer.add_name(name)
+        if license:
+            writer.add_license(license)
         writer.add_size_label(gguf.size_label(sum(tensor.numel() for tensor in tensors.values()), 0, 0, 0))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
@@ -223,7 +219,8 @@ def write_gguf(path: Path, kind: str, about: dict, fields: dict, tensors: dict, 
     print(how_to_run.render(path=shlex.quote(str(path)), **about), end="")
 
 
-def add_shape(writer, fields: dict) -> None:
+def add_shape(writer: gguf.GGUFWriter, fields: dict) -> None:
+    """Sizes of the model; fields of config.json."""
     writer.add_context_length(fields["max_position_embeddings"])
     writer.add_embedding_length(fields["hidden_size"])
     writer.add_block_count(fields["num_hidden_layers"])
@@ -237,7 +234,7 @@ def add_shape(writer, fields: dict) -> None:
     writer.add_vocab_size(fields["vocab_size"])
 
 
-def add_vocabulary(writer, vocabulary: Vocabulary, size: int) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, size: int) -> None:
     """Tokens, merges, special tokens, and the chat template."""
     model = vocabulary.content["model"]
     specials = vocabulary.specials

@@ -102,9 +102,9 @@ def floor_and_power(x: pandas.Series, y: pandas.Series) -> dict | None:
         return floor + size * (x / scale) ** -exponent
 
     start = (0.5 * y.min(), 0.5 * y.iloc[0], 0.2)
-    most = (y.min(), 10 * y.iloc[0], 3.0)
+    upper = (y.min(), 10 * y.iloc[0], 3.0)
     try:
-        found, covariance = curve_fit(curve, x, y, start, bounds=(0, most))
+        found, covariance = curve_fit(curve, x, y, start, bounds=(0, upper))
     except RuntimeError:
         return plain
     floor, size, exponent = found.tolist()
@@ -129,6 +129,7 @@ def analyse(runs: pandas.DataFrame) -> dict:
 
 
 def describe(fit: dict | None, name: str) -> str:
+    """A fit as a formula."""
     if fit is None:
         return f"{name}: too few points"
     exponent = f"{fit['exponent']:.3f}"
@@ -183,7 +184,7 @@ def plot_best(axis, result: dict) -> None:
 
 
 def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
-    """One picture, with two more panels if there are budgets."""
+    """One figure, with two more panels if there are budgets."""
     panels = 3 if result["budgets"] else 1
     figure = Figure(figsize=(3 + 4 * panels, 4.5), layout="constrained")
     axes = figure.subplots(ncols=panels, squeeze=False)[0]
@@ -198,8 +199,8 @@ def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder with run directories")
-    parser.add_argument("--out", type=Path, help="folder for results.csv and scaling.png (default: FOLDER)")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with run directories")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for table and figure (default: FOLDER)")
     args = parser.parse_args()
     out = args.out or args.folder
 

@@ -2,7 +2,7 @@
 # Pretrains on several machines, and continues after one of them is lost. Run one and the same command on every machine;
 # HEAD is the first of them:
 #
-#     NODES=2 HEAD=node0:29400 bash runs/multi_node.sh --run-dir /shared/out/first @runs/h100.args \
+#     NODES=2 HEAD=node0:29400 bash runs/cluster/multi_node.sh --run-dir /shared/out/first @runs/h100.args \
 #         --min-packs 16
 #
 # All arguments go to train_small.py. Environment variables:
@@ -23,13 +23,13 @@
 # fit: with 16 packs 1:2 machines with 8 GPUs do, 2:4 machines with 4 GPUs do not, because three machines would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
-# runs/slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others end
+# slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others end
 # after torch's timeout of 10 minutes. Whenever torchrun has MIN machines but not MAX, it waits 30 s for more
-# (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
+# (last_call_timeout in RDZV). The last line repeats the error message of the process that failed first.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/../lib/help.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 run=""
 previous=""
@@ -67,8 +67,9 @@ case " $* " in *" --resume "*)
   exit 2
   ;;
 esac
-least=${nodes%%:*} most=${nodes##*:}
-if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] || ((least > most)); then
+min_nodes=${nodes%%:*} max_nodes=${nodes##*:}
+if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] ||
+  ((min_nodes > max_nodes)); then
   echo "error: NODES=$nodes must be N or MIN:MAX, GPUS=${GPUS:-} a number above 0 or empty, and SCRIPT=$SCRIPT a" \
     "file; correct the one that is not" >&2
   exit 2
@@ -76,12 +77,12 @@ fi
 set -- --save-every 250 "$@"
 
 # Mistakes are reported once here, and not by every process after every restart.
-gpus=$(python runs/lib/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
+gpus=$(python runs/cluster/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
 
 # Otherwise processes share the store of the rendezvous, whose address torch 2.13 does not tell to machines that join
 # later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 source runs/lib/repeat_error.sh
-repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
-  --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
-  --no-python bash runs/multi_node.sh "$@"
+repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" \
+  --max-restarts="${RESTARTS:-20}" --rdzv-backend=c10d --rdzv-endpoint="$head" \
+  --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} --no-python bash runs/cluster/multi_node.sh "$@"

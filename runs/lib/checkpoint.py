@@ -1,4 +1,4 @@
-"""What tools that start from another run share: its checkpoint, its settings, and packs."""
+"""The start from another run: its checkpoint, its settings, and packs of what is trained on."""
 
 import bisect
 import dataclasses
@@ -54,14 +54,16 @@ def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
     return dataset
 
 
-def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
-    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
-    try:
-        return script.newest_whole(run_dir, print_note, *names)
-    except RunError as error:
-        # The script speaks to someone who resumes.
-        way = "wait until the run saves one, or name another run"
-        raise RunError(str(error).replace("start again without --resume, in another --run-dir", way)) from None
+def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] | None = None) -> Path:
+    """The newest complete checkpoint of a run; says which ones are skipped.
+
+    Args:   names: files that the tool reads, whose hashes are checked; None: all
+    Raises: RunError if there is none
+    """
+    folder = script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
+    if folder is None:
+        raise RunError(f"{run_dir} has no complete checkpoint; wait until the run saves one, or name another run")
+    return folder
 
 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
@@ -69,7 +71,8 @@ def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
     description = script.read_description(run_dir)
     found = description.get("command")
     if found != command:
-        tool = f"runs/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
+        folder = "runs/encoder" if found.endswith("_encoder") else "runs"
+        tool = f"{folder}/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
         raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
     return description
 

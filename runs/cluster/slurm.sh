@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs train_small.py on the machines of a SLURM job, through runs/multi_node.sh. Submit it from the repository root, on
-# a file system that all machines share:
+# Runs train_small.py on the machines of a SLURM job, through multi_node.sh. Submit it from the repository root, on a
+# file system that all machines share:
 #
-#     sbatch runs/slurm.sh --run-dir out/first @runs/8xh100.args --min-packs 16
-#     sbatch --nodes=1 --time=00:30:00 runs/slurm.sh --run-dir out/second --tokens 50000000
-#     NODES=1:2 sbatch --no-kill runs/slurm.sh --run-dir out/third --min-packs 16
+#     sbatch runs/cluster/slurm.sh --run-dir out/first @runs/8xh100.args --min-packs 16
+#     sbatch --nodes=1 --time=00:30:00 runs/cluster/slurm.sh --run-dir out/second --tokens 50000000
+#     NODES=1:2 sbatch --no-kill runs/cluster/slurm.sh --run-dir out/third --min-packs 16
 #
-# Two machines with 8 GPUs have 16 processes, for which the default recipe needs --min-packs 16 (see
-# runs/multi_node.sh). Flags of sbatch override the #SBATCH lines. If a machine is lost, SLURM ends the job and queues it
-# again; with NODES=MIN:MAX and --no-kill, as in the last example, the other machines continue at once, unless the first
-# one was lost. A minute before its time is over, the job queues itself again. The run always continues from its newest
-# complete checkpoint, so at most --save-every steps (250 by default) are lost.
+# Two machines with 8 GPUs have 16 processes, for which the default recipe needs --min-packs 16 (see multi_node.sh).
+# Flags of sbatch override the #SBATCH lines. If a machine is lost, SLURM ends the job and queues it again; with
+# NODES=MIN:MAX and --no-kill, as in the last example, the other machines continue at once, unless the first one was
+# lost. A minute before its time is over, the job queues itself again. The run always continues from its newest complete
+# checkpoint, so at most --save-every steps (250 by default) are lost.
 
 #SBATCH --job-name=decoderstack
 #SBATCH --nodes=2
@@ -25,7 +25,7 @@
 set -euo pipefail
 # SLURM runs a copy of this file, beside which there is no lib/.
 # shellcheck source=runs/lib/help.sh
-if [[ -z ${SLURM_JOB_ID:-} ]]; then source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"; fi
+if [[ -z ${SLURM_JOB_ID:-} ]]; then source "$(dirname "${BASH_SOURCE[0]}")/../lib/help.sh"; fi
 cd "${SLURM_SUBMIT_DIR:?start this file with sbatch}"
 if [[ -f .venv/bin/activate ]]; then source .venv/bin/activate; fi
 
@@ -43,7 +43,7 @@ trap requeue USR1
 
 lenient=()
 if [[ $NODES == *:* ]]; then lenient=(--no-kill --kill-on-bad-exit=0); fi
-srun "${lenient[@]}" bash runs/multi_node.sh "$@" &
+srun "${lenient[@]}" bash runs/cluster/multi_node.sh "$@" &
 pid=$!
 code=0
 wait "$pid" || code=$?

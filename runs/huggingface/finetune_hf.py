@@ -1,15 +1,15 @@
 """Pretrains or finetunes an existing causal language model of Hugging Face.
 
-    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py sft @runs/sft_qwen.toml --steps 100
-    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py pretrain @runs/pretrain_qwen.toml
-    python runs/finetune_hf.py sft @runs/sft_qwen.toml --lora-rank 16 --lr 2e-4
-    python runs/finetune_hf.py --resume --run-dir out/RUN
+    python runs/huggingface/finetune_hf.py sft @runs/huggingface/sft_qwen.toml --lora-rank 16 --lr 2e-4
+    python runs/huggingface/finetune_hf.py pretrain @runs/huggingface/pretrain_qwen.toml --steps 100
+    torchrun --standalone --nproc_per_node=8 runs/huggingface/finetune_hf.py sft @runs/huggingface/sft_qwen.toml
+    python runs/huggingface/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
 files (@FILE or @ FILE) and flags; the last one wins. It needs requirements-hf.txt.
 
 Documents are packed: positions restart at 0 in each, and no token sees another document. The loss is the mean over all
-counted tokens of a step, over all ranks and micro-batches.
+target tokens of a step, those in the loss mask, over all ranks and micro-batches.
 
 The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and model/
 for from_pretrained and runs/chat.py. With --lora-rank, adapter/ holds the adapters and model/ has them merged. The last
@@ -34,12 +34,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lib.command import RunError, add_flags, check_settings, first_line, run_command, say
 from pydantic import BaseModel, Field
 
-IGNORED = -100  # label of a token that is not counted
+IGNORED = -100  # label of a token outside the loss mask
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
-COUNTS = ("documents", "tokens", "counted")  # what is known of it
+COUNTS = ("documents", "tokens", "targets")  # how many of each it has
 
 # ---- settings
 
@@ -47,42 +48,42 @@ COUNTS = ("documents", "tokens", "counted")  # what is known of it
 class Source(BaseModel, extra="forbid"):
     """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so they are never logged."""
 
-    path: str = Field(description="a dataset on the hub, or json, parquet, text")
+    path: str = Field(description="dataset on the hub, or json, parquet, text")
     name: str | None = Field(None, description="configuration of the dataset")
-    data_dir: str | None = Field(None, description="folder of the dataset")
-    data_files: str | list[str] | None = Field(None, description="files or patterns")
-    split: str = Field("train", description="part of the dataset, also train[:1%]")
-    revision: str | None = Field(None, description="version on the hub")
+    data_dir: str | None = Field(None, description="folder inside the dataset")
+    data_files: str | list[str] | None = Field(None, description="file names or patterns")
+    split: str = Field("train", description="split of the dataset, also train[:1%]")
+    revision: str | None = Field(None, description="revision on the hub")
 
 
 class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
-    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
-    model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
+    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a word without the flag")
+    model_name: str = Field(description="model on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="run directory to write")
     resume: bool = Field(False, description="continue the run in --run-dir")
     data: Source
     val_rows: int = Field(200, ge=1, description="rows held out for validation")
-    column: str | None = Field(None, description="default: messages for sft, text for pretrain")
-    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, and in the longest document")
+    column: str | None = Field(None, description="column of the data; default: messages for sft, text for pretrain")
+    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, which a document must fit into")
     workers: int = Field(1, ge=1, description="processes that tokenize and pack")
     packs: int = Field(32, ge=1, description="packs per step, over all ranks")
     micro_packs: int = Field(4, ge=1, description="packs in a micro-batch of one GPU")
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
     steps: int | None = Field(None, ge=1, description="optimizer steps")
-    seed: int = Field(0, ge=0, description="of the order of packs")
+    seed: int = Field(0, ge=0, description="seed of the order of packs")
     lr: float = Field(1e-5, gt=0, description="peak learning rate of AdamW; decays to a tenth")
-    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps used for warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
-    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    lora_rank: int | None = Field(None, ge=1, description="train only LoRA adapters, of this rank")
-    attention: str | None = Field(None, description="of transformers, or torch's varlen; default: varlen or sdpa")
+    warmup: float = Field(0.03, ge=0, le=1, description="fraction of the steps used for warm-up")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices; embeddings and norms have none")
+    clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
+    lora_rank: int | None = Field(None, ge=1, description="rank of LoRA adapters, which alone are trained")
+    attention: str | None = Field(None, description="attention backend; default: torch's varlen on new GPUs, else sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
-    wandb: str | None = Field(None, description="also log to Weights & Biases under this name")
+    wandb: str | None = Field(None, description="name of the run on Weights & Biases")
 
 
 class ReadFile(argparse.Action):
@@ -104,8 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form, **rules)
     add = parser.add_argument
-    add("command", nargs="?", help="sft or pretrain")
-    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
+    add("command", nargs="?", help="sft for conversations, pretrain for texts")
+    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="TOML file with settings")
     add_flags(parser, Config.model_fields)
     add_flags(parser, Source.model_fields, "data.")
     return parser
@@ -117,12 +118,12 @@ if __name__ == "__main__" and (not sys.argv[1:] or {"-h", "--help"} & {*sys.argv
 import datasets
 import numpy as np
 import peft
-import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from datasets.fingerprint import Hasher
-from lib.tuning import best_fit
+from lib import report
+from lib.checkpoint import best_fit
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -130,10 +131,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train_small
-
-train_small.UserError = RunError  # what its functions raise
 
 # ---- training
 
@@ -145,7 +144,7 @@ class Progress:
     step: int = 0
     tokens: int = 0  # padding excluded
     train_seconds: float = 0.0
-    val_loss: float = math.inf  # of the weights as they are, in nats for each counted token
+    val_loss: float = math.inf  # of the weights as they are, in nats per target token
 
 
 @dataclass
@@ -164,9 +163,9 @@ class Run:
     steps: int
     order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
     origin: list  # what stays the same when a run continues
-    longest: int  # tokens of the longest document, one number for all batches: each is compiled
+    max_len: int  # tokens of the longest document, one number for all batches: each is compiled
     progress: Progress = field(default_factory=Progress)
-    ahead: list[dict] = field(default_factory=list)  # micro-batches of the next step
+    prefetched: list[dict] = field(default_factory=list)  # micro-batches of the next step
 
 
 def train(config: Config) -> dict:
@@ -186,10 +185,10 @@ def train(config: Config) -> dict:
     epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
     origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
-    longest = max(int(np.max(row)) for part in (packs, val) for row in part["lengths"])
+    max_len = max(int(np.max(row)) for part in (packs, val) for row in part["lengths"])
     order = np.hstack(orders)[:total]
     counts = {name: packs[name][:] for name in COUNTS}
-    run = Run(config, ranks, log, tokenizer, packs, val, counts, model, optimizer, steps, order, origin, longest)
+    run = Run(config, ranks, log, tokenizer, packs, val, counts, model, optimizer, steps, order, origin, max_len)
     if config.resume:
         load_newest(run)
 
@@ -227,8 +226,8 @@ def train_step(run: Run) -> None:
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
     start = progress.step * config.packs
     rows = run.order[start : start + config.packs]
-    counted = int(run.counts["counted"][rows].sum())  # on all ranks, without asking each other
-    batches = run.ahead or list(micro_batches(run, run.train, rows))
+    targets = int(run.counts["targets"][rows].sum())  # on all ranks, without asking each other
+    batches = run.prefetched or list(micro_batches(run, run.train, rows))
 
     run.model.train()
     total = torch.zeros((), device=run.model.device)
@@ -236,13 +235,13 @@ def train_step(run: Run) -> None:
         last = i == len(batches) - 1
         run.model.set_requires_gradient_sync(last)
         run.model.set_reshard_after_backward(last)
-        loss = packed_loss(run.model, batch, counted)
+        loss = packed_loss(run.model, batch, targets)
         (loss * run.ranks.world).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
     # The packs of the next step are read while the GPU still works on this one.
     following = run.order[start + config.packs :][: config.packs]
-    run.ahead = list(micro_batches(run, run.train, following))
+    run.prefetched = list(micro_batches(run, run.train, following))
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
@@ -261,9 +260,9 @@ def train_step(run: Run) -> None:
     log_step(run, sum(run.ranks.gather(total.item())), norm, tokens / seconds)
 
 
-def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
-    """Summed loss of a micro-batch, divided by the counted tokens of the whole step."""
-    items = torch.full((), counted, device=batch["labels"].device)
+def packed_loss(model: nn.Module, batch: dict, targets: int) -> Tensor:
+    """Summed loss of a micro-batch, divided by the number of target tokens of the whole step."""
+    items = torch.full((), targets, device=batch["labels"].device)
     return model(**batch, num_items_in_batch=items, use_cache=False, **model.loss_options).loss
 
 
@@ -278,13 +277,13 @@ def learning_rate(config: Config, step: int, steps: int) -> float:
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Loss over all packs of the validation data, in nats for each counted token."""
+    """Loss over all packs of the validation data, in nats per target token."""
     progress = run.progress
     run.model.eval()
-    counted = int(run.val["counted"][:].sum())
+    targets = int(run.val["targets"][:].sum())
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, np.arange(len(run.val))):
-        total += packed_loss(run.model, batch, counted)
+        total += packed_loss(run.model, batch, targets)
     reshard(run.model)
     progress.val_loss = sum(run.ranks.gather(total.item()))
     run.log.say(f"step {progress.step:,}: validation {progress.val_loss:.4f}")
@@ -299,9 +298,10 @@ def load_description(config: Config):
     advice = "give a folder of save_pretrained, or a causal model of the hub"
     with explain(f"--model-name {config.model_name} cannot be loaded", advice):
         description = AutoConfig.from_pretrained(config.model_name, trust_remote_code=False)
-    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length > longest:
-        raise RunError(f"--sequence-length is above the model's {longest:,} positions; lower it")
+    positions = getattr(description, "max_position_embeddings", None) or config.sequence_length
+    if config.sequence_length > positions:
+        found = f"--sequence-length {config.sequence_length:,} is above the model's {positions:,} positions"
+        raise RunError(f"{found}; lower it")
     return description
 
 
@@ -316,8 +316,8 @@ def load_tokenizer(config: Config):
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         found = f"the chat template of {config.chat_template or config.model_name}"
-        advice = "use --chat-template FILE (runs/lib/chat_template_qwen.jinja or chat_template_llama3.jinja)"
-        raise RunError(f"{found} does not mark what the assistant says with {{% generation %}}; {advice}")
+        advice = "use --chat-template FILE (runs/huggingface/chat_template_qwen.jinja or chat_template_llama3.jinja)"
+        raise RunError(f"{found} does not tag what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 
 
@@ -353,15 +353,15 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     arguments = {"tokenizer": tokenizer, "column": column}
     tokenized = cached_map(config, rows, function, arguments, identity)
 
-    arguments = {"length": config.sequence_length, "cut": config.command == "pretrain"}
+    arguments = {"length": config.sequence_length, "split": config.command == "pretrain"}
     identity = [arguments, config.workers]  # each worker packs a part of the rows
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
         raise RunError(f"none of the {len(rows):,} rows fits; check --sequence-length")
     packs = packed.with_format("numpy")
-    documents, tokens, counted = (packs[name][:].sum() for name in COUNTS)
+    documents, tokens, targets = (packs[name][:].sum() for name in COUNTS)
     found = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
-    say(f"data: {found}, {tokens:,} tokens, {counted:,} of them counted")
+    say(f"data: {found}, {tokens:,} tokens, {targets:,} of them targets of the loss")
     return packs
 
 
@@ -380,17 +380,17 @@ def cached_map(config: Config, rows, function: Callable, arguments: dict, identi
 
 
 def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
-    """Each text with the tokenizer's BOS, if any, and EOS. Every token counts."""
+    """Each text with the tokenizer's BOS, if any, and EOS. The loss mask has every token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     with explain(f"column {column} has a row without text", "drop such rows"):
         rows = tokenizer(batch[column], verbose=False)["input_ids"]
     rows = [row if row[-1:] == end else row + end for row in rows]
-    return {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
+    return {"tokens": rows, "loss_mask": [[True] * len(row) for row in rows]}
 
 
 def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
-    """Each conversation of OpenAI's form in the chat template; what the assistant says counts."""
-    result = {"tokens": [], "counted": []}
+    """Each conversation of OpenAI's form in the chat template. The loss mask has what the assistant says."""
+    result = {"tokens": [], "loss_mask": []}
     apply = tokenizer.apply_chat_template
     tools = batch.get("tools") or [None] * len(batch[column])
     for messages, own in zip(batch[column], tools, strict=True):
@@ -398,7 +398,7 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
         with explain(f"the conversation {text} does not fit the chat template", "correct either"):
             row = apply(present(messages), present(own) or None, return_assistant_tokens_mask=True)
         result["tokens"].append(row["input_ids"])
-        result["counted"].append([bool(n) for n in row["assistant_masks"]])
+        result["loss_mask"].append([bool(n) for n in row["assistant_masks"]])
     return result
 
 
@@ -409,19 +409,19 @@ def present(value):
     return [present(v) for v in value] if isinstance(value, list) else value
 
 
-def pack(batch: dict, length: int, cut: bool) -> dict:
+def pack(batch: dict, length: int, split: bool) -> dict:
     """Packs documents by best fit, the longest first.
 
-    Documents that are too long are cut into parts that share a token, so no target is lost, or else dropped; so are
-    those without counted tokens. The model shifts labels itself, so the label of a document's first token is ignored.
+    Documents that are too long are split into parts that share a token, so no target is lost, or else dropped; so are
+    those without targets. The model shifts labels itself, so the label of a document's first token is ignored.
     """
     documents = []
-    for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
-        if len(tokens) > length and not cut:
+    for tokens, loss_mask in zip(batch["tokens"], batch["loss_mask"], strict=True):
+        if len(tokens) > length and not split:
             continue
         for start in range(0, len(tokens) - 1, length - 1):
             part = np.array(tokens[start : start + length])
-            labels = np.where(counted[start : start + length], part, IGNORED)
+            labels = np.where(loss_mask[start : start + length], part, IGNORED)
             labels[0] = IGNORED
             if (labels != IGNORED).any():
                 documents.append((part, labels))
@@ -439,15 +439,15 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
             "lengths": [*lengths, *filling(padding, lengths.max())],
             "documents": len(members),
             "tokens": len(tokens),
-            "counted": int((labels != IGNORED).sum()),
+            "targets": int((labels != IGNORED).sum()),
         }
         packs.append(row)
     return {name: [row[name] for row in packs] for name in (*ARRAYS, *COUNTS)}
 
 
-def filling(tokens: int, longest: int) -> list[int]:
+def filling(tokens: int, max_len: int) -> list[int]:
     """Lengths of the documents that padding is split into: attention takes as long as the longest one needs."""
-    return [min(longest, tokens - start) for start in range(0, tokens, longest)]
+    return [min(max_len, tokens - start) for start in range(0, tokens, max_len)]
 
 
 def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterator[dict]:
@@ -457,13 +457,18 @@ def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterat
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
         found = [packs[int(row)] for row in mine[start : start + size]]
-        yield collate(found, size, run.config.sequence_length, run.longest, run.model.device)
+        yield collate(found, size, run.config.sequence_length, run.max_len, run.model.device)
 
 
-def collate(rows: list[dict], size: int, length: int, longest: int, device: torch.device) -> dict:
-    """Arguments of the model: the packs in one sequence, filled up with empty ones to `size`."""
+def collate(rows: list[dict], size: int, length: int, max_len: int, device: torch.device) -> dict:
+    """Arguments of the model: the packs in one sequence, filled up with empty ones to `size`.
+
+    Args:    rows hold ARRAYS of a pack each; length of a pack in tokens; max_len of a document
+    Returns: input_ids, labels and position_ids, int64 (1, T) with T = size * length; cu_seq_lens_q and cu_seq_lens_k,
+             int32 document boundaries; max_length_q and max_length_k, max_len
+    """
     empty = {"input_ids": np.zeros(length, np.int64), "labels": np.full(length, IGNORED)}
-    empty["lengths"] = filling(length, longest)
+    empty["lengths"] = filling(length, max_len)
     rows = rows + [empty] * (size - len(rows))
     tokens, labels, lengths = (np.concatenate([row[name] for row in rows]) for name in ARRAYS)
     positions = np.concatenate([np.arange(n) for n in lengths])
@@ -473,7 +478,7 @@ def collate(rows: list[dict], size: int, length: int, longest: int, device: torc
     if device.type == "cuda":  # without waiting; one compiled layer serves any number of documents
         batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
         torch._dynamo.maybe_mark_dynamic(batch["cu_seq_lens_q"], 0)
-    sizes = {"max_length_q": longest, "max_length_k": longest}
+    sizes = {"max_length_q": max_len, "max_length_k": max_len}
     return batch | sizes | {"cu_seq_lens_k": batch["cu_seq_lens_q"]}
 
 
@@ -625,18 +630,18 @@ def save(run: Run) -> None:
             hashes = dict(zip([file.name for file in files], pool.map(train_small.file_sha256, files), strict=True))
         state = {"progress": asdict(run.progress), "origin": run.origin, "files": hashes}
         train_small.write_atomically(unfinished / "state.json", train_small.seal(state))
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a corrupted one
         unfinished.rename(folder)
         prune(run.config.run_dir, run.config.keep)
     dist.barrier()
 
 
-def newest_whole(folder: Path) -> tuple[Path, dict] | None:
-    """The newest undamaged checkpoint of a run and its state.json; says which ones it skips."""
+def newest_complete(folder: Path) -> tuple[Path, dict] | None:
+    """The newest complete checkpoint of a run and its state.json; says which ones it skips."""
     for checkpoint in reversed(train_small.checkpoints(folder)):
         try:
             return checkpoint, train_small.check_checkpoint(checkpoint, train_small.read_state(checkpoint)["files"])
-        except (RunError, OSError, ValueError) as error:
+        except (train_small.UserError, OSError, ValueError) as error:
             say(f"skipped {checkpoint.name}: {error}")
     return None
 
@@ -645,7 +650,7 @@ def prune(folder: Path, keep: int) -> None:
     """Removes all checkpoints but the newest and the one with the lowest validation loss."""
     losses = dict.fromkeys(train_small.checkpoints(folder), math.inf)
     for checkpoint in losses:
-        with contextlib.suppress(OSError, ValueError):  # a damaged one has none
+        with contextlib.suppress(OSError, ValueError):  # a corrupted one has none
             losses[checkpoint] = train_small.read_state(checkpoint)["progress"]["val_loss"]
     best = min(losses, key=losses.get)
     for checkpoint in list(losses)[:-keep]:
@@ -656,9 +661,9 @@ def prune(folder: Path, keep: int) -> None:
 def load_newest(run: Run) -> None:
     """Continues from the newest checkpoint, written by any number of ranks."""
     folder = run.config.run_dir
-    found = run.ranks.gather(newest_whole(folder) if run.ranks.is_main else None)[0]
+    found = run.ranks.gather(newest_complete(folder) if run.ranks.is_main else None)[0]
     if not found:
-        raise RunError(f"{folder} has no undamaged checkpoint; start again without --resume")
+        raise RunError(f"{folder} has no complete checkpoint; start again without --resume")
     newest, state = found
     if state["origin"] != run.origin:
         raise RunError(f"{folder} was started with other data, model, length, packs, workers or seed; see config.json")
@@ -680,7 +685,7 @@ def export(run: Run) -> None:
             hf, state = merge(run.config, state)
         hf.config.dtype = dtype
         labels = run.train[0]["labels"]
-        last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
+        last = int(labels[labels != IGNORED][-1])  # the token that ends a text or a turn
         if last in run.tokenizer.added_tokens_decoder:
             hf.generation_config.eos_token_id = last
             run.tokenizer.eos_token = run.tokenizer.convert_ids_to_tokens(last)

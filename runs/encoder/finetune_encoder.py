@@ -1,8 +1,8 @@
 """Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
 
-    python runs/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
-    python runs/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
-    python runs/finetune_encoder.py --resume --run-dir out/embed                    continue a run
+    python runs/encoder/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
+    python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
+    python runs/encoder/finetune_encoder.py --resume --run-dir out/embed                    continue a run
 
 RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
 {"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from any corpus.
@@ -28,30 +28,35 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from lib.checkpoint import describe_tool, load_source, newest_checkpoint, read_data
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import describe_tool, load_source, newest_checkpoint, read_data
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
+
+# Settings that train_small.py's loop reads from the Config.
+SAME = {"steps", "muon_lr", "adam_lr", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens"}
 
 
 class Settings(BaseModel):
-    """The settings of a run, from its flags; the entry "contrast" of config.json."""
+    """The settings of a run, from its flags; the entry "finetune_encoder" of config.json."""
 
     run: Path
     checkpoint: str  # name of the one it started from
-    pairs: Path = Field(description="file to train on, see data/pairs.py")
-    val_pairs: Path = Field(description="file to score on")
-    steps: int = Field(1000, ge=1, description="length of the run")
+    pairs: Path = Field(description="file of pairs to train on, see data/pairs.py")
+    val_pairs: Path = Field(description="file of held-out pairs to score on")
+    steps: int = Field(1000, ge=1, description="optimizer steps")
     batch: int = Field(256, ge=1, description="pairs per step, over all GPUs")
-    max_len: int = Field(256, ge=1, description="tokens of a text that are kept")
-    negatives: int = Field(1, ge=0, description="negatives of each pair to use, at most")
-    temperature: float = Field(0.05, gt=0, description="of the similarities")
-    muon_lr: float = Field(0.002, gt=0, description="initial rate of matrices")
-    adam_lr: float = Field(0.0006, gt=0, description="initial rate of the embedding")
-    seed: int = Field(0, ge=0, description="of the order of the pairs")
+    max_len: int = Field(256, ge=1, description="tokens of a text; longer ones are truncated")
+    negatives: int = Field(1, ge=0, description="maximum number of negatives of a pair")
+    temperature: float = Field(0.05, gt=0, description="temperature of the similarities")
+    muon_lr: float = Field(0.002, gt=0, description="initial learning rate of matrices (NorMuon)")
+    adam_lr: float = Field(0.0006, gt=0, description="initial learning rate of the embedding (Adam)")
+    seed: int = Field(0, ge=0, description="seed of the order of the pairs")
     eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
     save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
     log_every: int = Field(10, ge=1, description="steps between lines of the log")
-    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
+    micro_batch_tokens: int = Field(0, ge=0, description="tokens of a micro-batch, 0: 65,536 on a GPU, else 8,192")
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +68,13 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
+import encoder_config
+import encoder_model as encoder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import train_encoder as encoder
-from safetensors.torch import load_file
+from encoder_model import script
 from torch import Tensor
-from train_encoder import script
 
 # ---- pairs
 
@@ -99,7 +104,7 @@ class Pairs:
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 
-class Row(BaseModel, extra="forbid"):
+class Line(BaseModel, extra="forbid"):
     """A line of a pairs file."""
 
     query: Text
@@ -114,7 +119,7 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
     try:
         with Path(path).open(encoding="utf-8", newline="\n") as file:
             for line in file:
-                row = Row.model_validate_json(line.strip())
+                row = Line.model_validate_json(line.strip())
                 texts = [row.query, row.positive, *row.negatives[:negatives]]
                 query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
                 pairs.append(Pair(query, positive, tuple(others)))
@@ -141,28 +146,29 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
 # ---- retrieval
 
 
-class Task(NamedTuple):
+class Retrieval(NamedTuple):
     """A retrieval task: each query against all documents but its own text. Keys are indices of texts."""
 
     documents: dict[int, int]  # numbers them
     relevant: dict[int, set[int]]  # for each query, numbers of documents
 
 
-def retrieval_task(pairs: list[Pair]) -> Task:
+def retrieval_task(pairs: list[Pair]) -> Retrieval:
+    """The task of finding the positive of each query among all positives and negatives."""
     texts = dict.fromkeys(i for pair in pairs for i in (pair.positive, *pair.negatives))
     documents = {text: number for number, text in enumerate(texts)}
     relevant = {}
     for pair in pairs:
         relevant.setdefault(pair.query, set()).add(documents[pair.positive])
-    return Task(documents, relevant)
+    return Retrieval(documents, relevant)
 
 
-def own_text(task: Task, query: int) -> set[int]:
+def own_text(task: Retrieval, query: int) -> set[int]:
     """The number of a query's own text, if that is a document; none if it is an answer."""
     return {task.documents.get(query)} - {None} - task.relevant[query]
 
 
-def ranking_scores(task: Task, scores: Iterable[np.ndarray]) -> dict[str, float]:
+def ranking_scores(task: Retrieval, scores: Iterable[np.ndarray]) -> dict[str, float]:
     """nDCG@10 and recall@10, means over queries.
 
     Args: scores of all documents for each query of the task; that of its own text is overwritten
@@ -201,6 +207,7 @@ def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
 
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
+    """nDCG@10 and recall@10 of BM25."""
     task = retrieval_task(data.pairs)
     documents = [data.texts[i] for i in task.documents]
     queries = [data.texts[i] for i in task.relevant]
@@ -212,7 +219,7 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
 
 
 def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
-    """What Encoder.embed_texts reads: tokens and positions (T,), borders (N + 1,), the longest text."""
+    """Arguments of Encoder.embed_texts: tokens and positions, int32 (T,), boundaries (N + 1,), the maximum length."""
     lengths = [len(sequence) for sequence in sequences]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     ends = np.cumsum([0, *lengths], dtype=np.int32)
@@ -221,17 +228,17 @@ def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
 
 
 def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
-    """This rank's share of some texts, packed into micro-batches; a text above the limit gets its own."""
+    """This rank's part of some texts, packed into micro-batches; a text above the limit gets its own."""
     ranks = state.ranks
-    most = encoder.micro_batch_limit(state.config, ranks.device)
+    capacity = encoder.micro_batch_limit(state.config, ranks.device)
     groups = []
-    room = 0
+    free = 0  # tokens in the last group
     for sequence in sequences[ranks.rank :: ranks.world]:
-        if not groups or len(sequence) > room:
+        if not groups or len(sequence) > free:
             groups.append([])
-            room = most
+            free = capacity
         groups[-1].append(sequence)
-        room -= len(sequence)
+        free -= len(sequence)
     return [pack_texts(group, ranks.device) for group in groups]
 
 
@@ -239,8 +246,8 @@ def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
     """All `count` rows; rank r holds every world-th, starting at r. Without gradient."""
     if ranks.world == 1:
         return part_ND.detach()
-    share = -(-count // ranks.world)
-    padded = F.pad(part_ND.detach(), (0, 0, 0, share - len(part_ND))).contiguous()
+    part_size = -(-count // ranks.world)
+    padded = F.pad(part_ND.detach(), (0, 0, 0, part_size - len(part_ND))).contiguous()
     parts = [torch.empty_like(padded) for _ in range(ranks.world)]
     dist.all_gather(parts, padded)
     return torch.stack(parts, 1).flatten(0, 1)[:count]
@@ -254,8 +261,8 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
     return gather_rows(torch.cat(parts), len(sequences), state.ranks)
 
 
-def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
-    """Mean nats of finding each query's positive among all positives and negatives of the batch.
+def info_nce_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
+    """InfoNCE: mean nats of finding each query's positive among all positives and negatives of the batch, 0-D.
 
     Other positives of a query and its own text are not wrong answers, so they are masked.
     Args: row[i] the row of embeddings_ND that text i has
@@ -264,11 +271,11 @@ def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: fl
     queries = embeddings_ND[[row[pair.query] for pair in pairs]]
     documents = embeddings_ND[[row[i] for i in task.documents]]
     similarity = queries @ documents.T
-    right = [task.documents[pair.positive] for pair in pairs]
+    positives = [task.documents[pair.positive] for pair in pairs]
     for number, pair in enumerate(pairs):
-        others = task.relevant[pair.query] - {right[number]} | own_text(task, pair.query)
+        others = task.relevant[pair.query] - {positives[number]} | own_text(task, pair.query)
         similarity[number, list(others)] = -math.inf
-    targets = torch.tensor(right, device=similarity.device)
+    targets = torch.tensor(positives, device=similarity.device)
     return F.cross_entropy(similarity / temperature, targets)
 
 
@@ -277,12 +284,12 @@ def texts_of(pairs: list[Pair]) -> list[int]:
     return list(dict.fromkeys(i for p in pairs for i in (p.query, p.positive, *p.negatives)))
 
 
-def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
-    """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
+def grad_cache_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
+    """One optimizer step on some pairs; returns this rank's part of the loss, 0-D.
 
-    Every rank embeds its share of the texts, computes the loss of the whole batch and backpropagates to its own texts.
-    A share of several micro-batches is embedded twice: first without a graph, then one micro-batch at a time with the
-    gradients of its embeddings (arXiv 2101.06983).
+    Every rank embeds a part of the texts, computes the loss of the whole batch and backpropagates to its own texts.
+    A part of several micro-batches is embedded twice: first without a graph, then one micro-batch at a time with the
+    gradients of its embeddings (GradCache, arXiv 2101.06983).
     """
     ranks = state.ranks
     texts = texts_of(pairs)
@@ -295,7 +302,7 @@ def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> 
     leaf = torch.cat(outputs).detach().requires_grad_()
     own_rows = torch.arange(ranks.rank, len(texts), ranks.world, device=ranks.device)
     everything = gather_rows(leaf, len(texts), ranks).index_copy(0, own_rows, leaf)
-    loss = contrast_loss(everything, row, pairs, temperature)
+    loss = info_nce_loss(everything, row, pairs, temperature)
     loss.backward()
 
     gradients = leaf.grad.split([len(output) for output in outputs])
@@ -338,15 +345,15 @@ def finetune(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     if args.resume:
         config, description = encoder.read_run(args.run_dir, "finetune_encoder")
-        settings = Settings(**description["contrast"])
+        settings = Settings(**description["finetune_encoder"])
         home = args.run_dir
     else:
         base, _ = encoder.read_run(args.run)
         folder = newest_checkpoint(script, args.run)
         settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
         settings.max_len = min(settings.max_len, base.max_seq_len)
-        # The rate falls from the first step to the last. The moments are new, so momentum rises.
-        config = dataclasses.replace(base, **settings.model_dump(), cooldown=1.0, lr_floor=0.0)
+        # The learning rate falls from the first step to the last. The moments are new, so momentum rises.
+        config = dataclasses.replace(base, **settings.model_dump(include=SAME), cooldown=1.0, lr_floor=0.0)
         home = settings.run
     tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
     return script.train(ContrastiveFinetuning(config, settings, tokenizer), args)
@@ -375,7 +382,8 @@ class ContrastiveFinetuning(script.Pretraining):
         digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         self.note = f"{len(self.train.pairs):,} pairs to train on, {len(self.held_out.pairs):,} held out"
-        describe_tool(self, {"contrast": settings.model_dump(mode="json")}, encoder.__file__, __file__)
+        entry = {"finetune_encoder": settings.model_dump(mode="json")}
+        describe_tool(self, entry, __file__, encoder.__file__, encoder_config.__file__)
 
     def check(self, ranks) -> None:
         """Pairs are read again and again, and any number of ranks can share a step."""
@@ -392,7 +400,7 @@ class ContrastiveFinetuning(script.Pretraining):
         return pair_loader(run, self.train, self.settings.batch)
 
     def step(self, state, batch) -> Tensor:
-        return contrast_step(state, self.train, batch.pairs, self.settings.temperature)
+        return grad_cache_step(state, self.train, batch.pairs, self.settings.temperature)
 
     def evaluate(self, run) -> dict[str, float]:
         return {**retrieval_scores(run.state, self.held_out), **self.baseline}
@@ -404,29 +412,15 @@ class ContrastiveFinetuning(script.Pretraining):
         return (self.config.num_steps - run.state.step) * entry["step_ms"] / 1e3
 
 
-def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
-    """The newest model of a run in fp32 on the CPU, its config.json and its step."""
-    config, description = encoder.read_run(run_dir)
-    folder = newest_checkpoint(script, run_dir, ("model.safetensors",))
-    model = encoder.Encoder(config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval(), description, int(folder.name[5:])
-
-
-def longest_text(description: dict) -> int:
-    """The most tokens of a text that a run embeds."""
-    return description.get("contrast", {}).get("max_len", description["config"]["max_seq_len"])
-
-
 def score(args: argparse.Namespace) -> dict:
     """Retrieval on held-out pairs, and BM25 on the same."""
     settings = check_settings(Settings, {"pairs": "", "checkpoint": ""} | vars(args))
     ranks = script.start_ranks()
-    model, description, step = load_encoder(args.run)
+    model, description, step = encoder.load_encoder(args.run)
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(settings.val_pairs, settings.negatives)
-    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), longest_text(description))
+    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), encoder.max_text_len(description))
     counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 

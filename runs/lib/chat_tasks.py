@@ -1,0 +1,168 @@
+"""The tasks of runs/chat_eval.py and runs/rl.py: where they come from, their examples, and what is a correct answer."""
+
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from lib.command import RunError
+from lib.run_program import program, run_program
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
+import hub
+import sft
+
+
+@dataclass(frozen=True)
+class Task:
+    repository: str  # on Hugging Face; "": there is none
+    file: str
+    columns: tuple[str, ...]
+    chance: float  # accuracy of a random guess, 0 to 1
+    max_tokens: int = 0  # of an answer; 0: the answer is a letter
+
+
+# fmt: off
+TASKS = {
+    "arc_easy": Task("allenai/ai2_arc", "ARC-Easy/test-00000-of-00001.parquet",
+                     ("question", "choices", "answerKey"), 0.25),
+    "arc_challenge": Task("allenai/ai2_arc", "ARC-Challenge/test-00000-of-00001.parquet",
+                          ("question", "choices", "answerKey"), 0.25),
+    "mmlu": Task("cais/mmlu", "all/test-00000-of-00001.parquet", ("question", "choices", "answer"), 0.25),
+    "gsm8k": Task("openai/gsm8k", "main/test-00000-of-00001.parquet", ("question", "answer"), 0.0, 512),
+    "humaneval": Task("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet",
+                      ("prompt", "test", "entry_point"), 0.0, 512),
+    "spelling": Task("", "", (), 0.0, 128),
+}
+# fmt: on
+
+
+SPELLING_EXAMPLES = 512
+
+
+@dataclass
+class Example:
+    """A question to answer in text."""
+
+    question: str
+    expected: str  # the answer, for samples
+    is_correct: Callable[[str], bool]  # grades an answer
+
+
+@dataclass
+class ChoiceExample:
+    """A question to answer with a letter."""
+
+    question: str
+    choices: list[str]
+    gold: int  # index of the correct choice
+
+
+def find_file(folder: Path, task: str, part: str = "test") -> Path | None:
+    """The file of a task: "test" in its name before "val", never for few-shot prompts or training, but for `part`."""
+    prefix = "words" if task == "spelling" else task
+    endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
+    names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]
+    if part == "train":
+        return next((p for p in names if "train" in p.name), None)
+    names = [p for p in names if not re.search(r"train|dev", p.name.lower())]
+    return min(names, key=lambda p: ("test" not in p.name, "val" not in p.name), default=None)
+
+
+def number_in(text: str) -> Decimal | None:
+    """The number after the first ####, like 18, 18.0, $18. and 1,800; or None."""
+    match = re.search(r"####\s*([-+]?)\s*\$?\s*((?:[0-9][0-9,]*)?\.?[0-9]+)", text)
+    return Decimal(match[1] + match[2].replace(",", "")) if match else None
+
+
+def same_number(expected: str) -> Callable[[str], bool]:
+    """Grades answers by the number after ####. Raises: ValueError if `expected` has none"""
+    number = number_in(expected)
+    if number is None:
+        raise ValueError("the answer has no number after ####")
+    return lambda text: number_in(text) == number
+
+
+def choice_example(value: dict[str, Any]) -> ChoiceExample:
+    """An example of ARC, whose choices have labels, or of MMLU."""
+    choices = value["choices"]
+    if isinstance(choices, dict):
+        gold = list(choices["label"]).index(value["answerKey"])
+        return ChoiceExample(value["question"], list(choices["text"]), gold)
+    return ChoiceExample(value["question"], list(choices), int(value["answer"]))
+
+
+def text_example(task: str, value: dict[str, Any]) -> Example:
+    """An example of gsm8k or humaneval."""
+    if task == "gsm8k":
+        answer = value["answer"]
+        return Example(value["question"], answer.rpartition("####")[2].strip(), same_number(answer))
+    prompt = value["prompt"]
+    test = value["test"]
+    entry = value["entry_point"]
+    is_correct = lambda answer: run_program(*program(prompt, answer, test, entry))
+    return Example(prompt, f"{entry} passes its tests", is_correct)
+
+
+def spelling_example(value: dict[str, Any]) -> Example:
+    question, answer = (message["content"] for message in value["messages"])
+    if isinstance(answer, str):
+        return Example(question, answer, lambda text: text.strip() == answer)
+    last = answer[-1]["text"]
+    return Example(question, last.rpartition("####")[2].strip(), same_number(last))
+
+
+def read_task(
+    name: str, folder: Path | None, limit: int | None = None, part: str = "test"
+) -> list[Example] | list[ChoiceExample]:
+    """The examples of a task, or `limit` random ones; none if there is no file.
+
+    Args:   folder with files of tasks, None: downloads the file; part "test" or "train"
+    Raises: RunError if the file is not one of this task
+    """
+    task = TASKS[name]
+    path = None
+    if folder:
+        path = find_file(folder, name, part)
+    elif task.repository:
+        path = hub.fetch(task.repository, task.file.replace("test", part))
+    if path is None:
+        return []
+    if name == "spelling":
+        words = sft.read_words(path, "--files")
+        values = sft.spelling_tasks(words, limit or SPELLING_EXAMPLES, "val", 0)
+        return [spelling_example(value) for value in values]
+
+    examples = read_examples(path, name)
+    random.Random(1337).shuffle(examples)  # MMLU is sorted by subject
+    return examples[:limit]
+
+
+def read_examples(path: Path, name: str) -> list[Example] | list[ChoiceExample]:
+    """All examples in a file of a task, but not of spelling. Raises: RunError if one lacks a column"""
+    task = TASKS[name]
+    examples = []
+    for where, value, problem in sft.records(path, task.columns):
+        try:
+            if problem:
+                raise ValueError(problem)
+            examples.append(text_example(name, value) if task.max_tokens else choice_example(value))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            columns = ", ".join(task.columns)
+            raise RunError(f"{where} is no example of {name} ({error}); it needs {columns}") from None
+    return examples
+
+
+
+
+def complete(generator, completions: list, note: str = "") -> None:
+    """Brings completions to their end; a note shows a progress bar on a terminal."""
+    disable = None if note else True  # None: only where there is no terminal
+    with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
+        for events in generator.run(completions):
+            bar.update(sum(bool(event.reason) for event in events))

@@ -1,0 +1,55 @@
+"""runs/lib/command.py: how a command ends."""
+
+import json
+
+import pytest
+import torch
+import train_medium as tm
+import train_small as ts
+from lib.command import RunError, run_command
+
+
+def ended(capsys, work) -> tuple[int, str, str]:
+    """Exit code and output of a command."""
+    return run_command(work), *capsys.readouterr()
+
+
+def fails_with(error: BaseException):
+    def work():
+        raise error
+
+    return work
+
+
+def test_a_result_is_the_last_line(capsys):
+    code, out, err = ended(capsys, lambda: {"val_bpb": 1.5})
+    assert code == 0 and json.loads(out.splitlines()[-1]) == {"val_bpb": 1.5} and not err
+    assert ended(capsys, lambda: None) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    (
+        (RunError("no run at out/x; name another"), "no run at out/x; name another"),
+        (ts.UserError("no dataset at x"), "no dataset at x"),
+        (tm.UserError("no dataset at x"), "no dataset at x"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "the device ran out of memory; use smaller batches"),
+        (OSError(28, "No space left on device"), "No space left on device; fix that"),
+        (RuntimeError("I/O error: No space left on device\nmore"), "I/O error: No space left on device; fix that"),
+        (torch.distributed.DistNetworkError("the connection was lost"), "the connection was lost; fix that"),
+    ),
+)
+def test_what_the_user_can_fix_is_one_line(capsys, error, message):
+    """Of any tool, and of a training script inside it."""
+    code, out, err = ended(capsys, fails_with(error))
+    assert code == 1 and not out
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_fault_keeps_its_traceback(capsys):
+    with pytest.raises(ZeroDivisionError):
+        run_command(fails_with(ZeroDivisionError()))
+
+
+def test_an_interrupted_command(capsys):
+    assert ended(capsys, fails_with(KeyboardInterrupt())) == (130, "", "stopped\n")
