@@ -20,8 +20,9 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+import engine
 import torch
-from lib import engine
+from engine import kernel
 
 from dev import bench
 
@@ -71,7 +72,7 @@ def finish(decoder: engine.Decoder) -> None:
 def without_kernels():
     """The plain path of the model and of decoding."""
     never = lambda *_: False
-    with mock.patch.object(ts, "use_triton", never), mock.patch.object(engine, "use_triton", never):
+    with mock.patch.object(ts, "use_triton", never), mock.patch.object(kernel, "use_triton", never):
         yield
 
 

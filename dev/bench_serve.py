@@ -317,15 +317,15 @@ def serve(flags: list[str], stub: float | None, core: int | None) -> None:
         os.sched_setaffinity(0, {core})
     sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "runs")]
     import serve as server
-    from lib import engine
+    from engine import scheduler
 
     if stub is not None:
-        say_anything(engine, stub / 1000)
+        say_anything(scheduler, stub / 1000)
     sys.argv[1:] = flags
     sys.exit(server.main())
 
 
-def say_anything(engine, seconds: float) -> None:
+def say_anything(scheduler, seconds: float) -> None:
     """Replaces the model by one that says random ids of one byte; its steps take a time each."""
     import torch
 
@@ -339,9 +339,9 @@ def say_anything(engine, seconds: float) -> None:
         time.sleep(seconds)
         return torch.randint(97, 123, (len(logits),))
 
-    engine.decode = decode
-    engine.sample = sample
-    engine.prefill = lambda *work, **options: None
+    scheduler.decode = decode
+    scheduler.sample = sample
+    scheduler.prefill = lambda *work, **options: None
 
 
 @contextlib.contextmanager

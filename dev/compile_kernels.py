@@ -3,7 +3,7 @@
     python dev/compile_kernels.py [--script train_medium.py] [--quick] [80 86 89 90 100 120]
 
 The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
-script, runs/lib/engine.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the
+script, runs/engine/kernel.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the
 machine code (its ptxas needs no GPU).
 With --quick only the forms that training and decoding of the default recipe need are compiled.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
@@ -47,8 +47,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import score_core
 import torch
 import triton
+from engine import kernel
 from kernel_cache import launch_kernels
-from lib import engine
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -92,7 +92,7 @@ def launches(script, config, quick: bool) -> None:
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:
-        engine.decode_attention(*rows, *cache, new(4, dtype=torch.int32), offset)
+        kernel.decode_attention(*rows, *cache, new(4, dtype=torch.int32), offset)
     score_core.branch_attention(q, k, v, *new(3, T, dtype=torch.int32))
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     script = importlib.import_module(Path(args.script).stem)
     script.use_triton = lambda x, capability=(8, 0): divmod(device.arch, 10) >= capability
     script.persistent_programs = lambda tiles: tiles
-    engine.use_triton = lambda x: True
+    kernel.use_triton = lambda x: True
     score_core.use_triton = lambda x: True
     run = JITFunction.run
 

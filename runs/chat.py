@@ -63,8 +63,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import torch
-from lib import chat_format, engine
+from lib import chat_format
 
 
 class TooLong(RunError):

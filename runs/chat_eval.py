@@ -89,9 +89,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import numpy as np
 import score_core
-from lib import chat_format, engine
+from lib import chat_format
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))

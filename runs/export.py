@@ -58,10 +58,10 @@ if __name__ == "__main__":
 
 import report
 import torch
+from engine import load_run
 from gguf.vocab import bytes_to_unicode
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, TURN_TOKENS, is_chat_run
-from lib.engine import load_run
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors

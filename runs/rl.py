@@ -85,10 +85,10 @@ if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
 import chat_eval
+import engine
 import sft
 import torch
 from chat_eval import Item, complete
-from lib import engine
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import torch
-from lib import engine
+from engine.prefill import prefill
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits. Models of random
@@ -98,8 +99,8 @@ def decoding_error(model, tokenizer) -> float:
     cache = engine.KVCache.empty(model, 1, length)
     first = length // 3
     second = 2 * length // 3
-    engine.prefill(model, cache, [0], [0], [ids[:first]])
-    engine.prefill(model, cache, [0], [first], [ids[:second]])
+    prefill(model, cache, [0], [0], [ids[:first]])
+    prefill(model, cache, [0], [first], [ids[:second]])
     found = []
     for i in range(second, length):
         previous_2T = tokens_T[i - 2 : i].flip(0)[:, None]

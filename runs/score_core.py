@@ -49,11 +49,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lib import engine
-from lib.engine import adjacent_heads, jit, tl, triton, use_triton
+from engine.kernel import adjacent_heads, jit, tl, triton, use_triton
 from lib.tuning import open_dataset
 from torch import Tensor
 

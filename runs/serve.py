@@ -72,10 +72,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # before the imports that take seconds, for which --help need not wait
 
+import engine
 import prometheus_client as prometheus
 import torch
 import uvicorn
-from lib import engine
 from lib.chat_format import is_chat_run
 from lib.command import RunError, first_line, print_note
 from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten

@@ -20,7 +20,7 @@ from conftest import ROOT, logits, random_model, tiny_config, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-from lib import engine
+from engine import scheduler
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -76,13 +76,13 @@ def template(backend, system, texts) -> list[int]:
 def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch):
     """At temperature 0 four turns give the reference's tokens, and each turn feeds only its own tokens."""
     chat, texts = make(system=system, context=256), []
-    backend, fed, prefill = chat.backend, [], engine.prefill
+    backend, fed, prefill = chat.backend, [], scheduler.prefill
 
     def counted(model, cache, rows, starts, texts, *more, **options):
         fed.append(len(texts[0]) - starts[0])
         prefill(model, cache, rows, starts, texts, *more, **options)
 
-    monkeypatch.setattr(engine, "prefill", counted)
+    monkeypatch.setattr(scheduler, "prefill", counted)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
         texts.append(text)
         ids = template(backend, system, texts)

@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import chat as chat_script
+import engine
 import finetune
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ import report as reports
 import torch
 import train_medium as tm
 import train_small as ts
-from lib import chat_format, engine, tuning
+from lib import chat_format, tuning
 from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
@@ -316,7 +317,7 @@ KILL = """
 import os, signal, sys
 import torch
 import finetune
-from lib import engine
+import engine
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):

@@ -1,4 +1,4 @@
-"""runs/lib/engine.py, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, kernel."""
+"""runs/engine/, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, kernel."""
 
 import codecs
 import functools
@@ -16,9 +16,11 @@ from conftest import ROOT, logits, random_documents, random_model, tiny_config, 
 from test_model import CONFIGS
 
 sys.path.insert(0, str(ROOT / "runs"))
+import engine
 import sample as sample_script
-from lib import engine
+from engine import cache, kernel, prefill, sampling, scheduler
 from lib.calculator import calculate
+from lib.command import RunError
 
 # ==== loading
 
@@ -35,7 +37,7 @@ def test_another_interface_is_refused(run_dir):
     description = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": "0123abc"}}))
     found = f"has interface 99 but this tool reads {engine.INTERFACE}; "
-    with pytest.raises(engine.RunError, match=f"{found}use the tools of the commit that made the run: 0123abc"):
+    with pytest.raises(RunError, match=f"{found}use the tools of the commit that made the run: 0123abc"):
         engine.load_run(run_dir, device="cpu")
 
 
@@ -49,7 +51,7 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
         ((run_dir, None, "cuda:99"), no_device.format("cuda:99")),
         ((other, None, "cpu"), "other cannot be loaded \\(Error"),
     ]:
-        with pytest.raises(engine.RunError, match=message) as error:
+        with pytest.raises(RunError, match=message) as error:
             engine.load_run(*arguments)
         assert "\n" not in str(error.value)
 
@@ -73,16 +75,16 @@ def test_tables_of_a_gpu_stay_in_bf16_on_a_cpu(bpe, tmp_path):  # noqa: F811
 # ==== decoding against the forward pass
 
 
-# name in engine, and what is wrong with it; the first argument is the right one
+# module and name, and what is wrong with it; the first argument is the right one
 FAULTS = {
-    "position": ("decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
-    "previous": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+    "position": (engine, "decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
+    "previous": (engine, "decode", lambda decode, model, cache, tokens, previous, positions: decode(
         model, cache, tokens, torch.stack((tokens, previous[1])), positions)),
-    "before": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+    "before": (engine, "decode", lambda decode, model, cache, tokens, previous, positions: decode(
         model, cache, tokens, previous[[0, 0]], positions)),
-    "no offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], False)),
-    "offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": ("make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
+    "no offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], False)),
+    "offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], True)),
+    "window": (prefill, "make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
         rows, num_cached, lengths, max(window - 1, 1), *more)),
 }  # fmt: skip
 
@@ -96,17 +98,17 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
     return engine.Run(script, model, tokenizer, plain.config, 0)
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("module", "name", "fault"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
-def test_wrong_decoding_is_found(dataset, monkeypatch, name, fault, dtype, medium):
+def test_wrong_decoding_is_found(dataset, monkeypatch, module, name, fault, dtype, medium):
     """A wrong position, previous token, key offset or window is refused, also where rounding could hide it."""
     config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 1.0),), bigram_rows=500, trigram_ratio=2.5)
     run = run_of(random_model(config), dtype, tokenizer=dataset.tokenizer)
     assert sample_script.check(run)["decoding_error"] < sample_script.EXACT_TOLERANCE / 3
     assert sample_script.decoding_error(run.model, run.tokenizer) < sample_script.ROUNDED_TOLERANCE / 3
-    monkeypatch.setattr(engine, name, functools.partial(fault, getattr(engine, name)))
-    with pytest.raises(engine.RunError, match="decodes other logits than its forward pass"):
+    monkeypatch.setattr(module, name, functools.partial(fault, getattr(module, name)))
+    with pytest.raises(RunError, match="decodes other logits than its forward pass"):
         sample_script.check(run)
 
 
@@ -120,7 +122,7 @@ def test_logits_that_are_not_finite_are_never_decoded(generator, options):
     with torch.no_grad():
         model.embed[answer[2]] = float("nan")
     for text in (prompt, [answer[2]]):
-        with pytest.raises(engine.RunError, match="not finite; name an earlier checkpoint with --step"):
+        with pytest.raises(RunError, match="not finite; name an earlier checkpoint with --step"):
             broken.generate([text], max_tokens=6, **options)
     assert not broken.decoder.running
 
@@ -188,7 +190,7 @@ def feed(model, cache, sequences, done, counts) -> torch.Tensor:
     with torch.no_grad():
         if rows:  # all but the last token
             beginnings = [sequences[row][: ends[row] - 1] for row in rows]
-            engine.prefill(model, cache, rows, [done[row] for row in rows], beginnings)
+            prefill.prefill(model, cache, rows, [done[row] for row in rows], beginnings)
         steps = [(*[7, 7, *ids[:end]][:-4:-1], end - 1 if n else -1)
                  for ids, end, n in zip(sequences, ends, counts, strict=True)]  # fmt: skip
         tokens, *previous, positions = torch.tensor(steps).unbind(1)
@@ -259,7 +261,7 @@ def test_greedy_batch_equals_uncached_loop(generator, rows, pack, monkeypatch):
 
     So they do with a limit on the tokens computed at once.
     """
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", pack)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", pack)
     options = {"max_tokens": 40, "temperature": 0.0}
     together = engine.Generator(generator.model, generator.tokenizer, rows).generate(PROMPTS, **options)
     assert together == [argmax_loop(generator, prompt, 40) for prompt in PROMPTS]
@@ -374,7 +376,7 @@ def test_sampling_has_the_exact_distribution(options, kept):
     rows = torch.tensor(LOGITS).repeat(20000, 1)
     cuts = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}.values()
     columns = [torch.full((20000,), value) for value in cuts]
-    sampled = engine.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
+    sampled = sampling.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
     counts, kept = torch.bincount(sampled, minlength=len(LOGITS)).double(), sorted(kept)
     scaled = torch.tensor(LOGITS, dtype=torch.float64) / options.get("temperature", 1.0)
     expected = scaled[kept].softmax(0) * 20000
@@ -386,7 +388,7 @@ def test_noise_is_uniform_over_the_ids():
     """Equal logits: all 1,024 ids are as likely (chi square), for seeds that count up and for steps that do."""
     flat, zeros, count = torch.zeros(8192, 1024), torch.zeros(8192, dtype=torch.long), torch.arange(8192)
     for seeds, counters in ((count, zeros + 5), (zeros + 5, count), (count * 0x9E3779B1 % 2**32, zeros)):
-        sampled = engine.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
+        sampled = sampling.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
         assert 840 < ((torch.bincount(sampled, minlength=1024) - 8) ** 2 / 8).sum() < 1210  # 1,023 of freedom, sigma 45
 
 
@@ -435,10 +437,10 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
     So it is where rows are stopped and continue later, elsewhere. Padded prefills compute as little. A graph computes
     its work at once here.
     """
-    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, key, work, *arguments: work(*arguments))
-    monkeypatch.setattr(engine, "NEW_BUCKETS", (16, 64))
-    monkeypatch.setattr(engine, "OLD_BUCKETS", (0, 32))
-    monkeypatch.setattr(engine, "MIN_SHARED_PREFIX", 16)
+    monkeypatch.setattr(scheduler.Graphs, "run", lambda graphs, key, work, *arguments: work(*arguments))
+    monkeypatch.setattr(prefill, "NEW_BUCKETS", (16, 64))
+    monkeypatch.setattr(prefill, "OLD_BUCKETS", (0, 32))
+    monkeypatch.setattr(cache, "MIN_SHARED_PREFIX", 16)
     shared, *ends = random_documents((30, 1, 5, 9, 2), vocab=290)
     prompts = [*PROMPTS, *([*shared[:n], *end] for n, end in zip((30, 30, 30, 20), ends, strict=True))]
     special = [generator.tokenizer.specials[f"<|python_{name}|>"] for name in ("start", "end")]
@@ -464,7 +466,7 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
 
     plain, other = (decoder_of(generator, 3, prefix_rows=2) for _ in range(2))
     other.overlap = "overlap" in kind
-    other.prefill_graphs = engine.Graphs() if kind == "graphs" else None
+    other.prefill_graphs = scheduler.Graphs() if kind == "graphs" else None
     (expected, logprobs, reused), (found, other_logprobs, other_reused) = talk(plain), talk(other, "stops" in kind)
     assert found == expected and other_logprobs == pytest.approx(logprobs, abs=1e-5)
     assert {reason for *_, reason in found} == {"stop", "length"} and any(any(forced) for _, forced, _ in found)
@@ -482,7 +484,7 @@ def test_shared_prefixes(generator, monkeypatch):
 
     Tokens computed in the same batch do not count as cached.
     """
-    monkeypatch.setattr(engine, "MIN_SHARED_PREFIX", 16)
+    monkeypatch.setattr(cache, "MIN_SHARED_PREFIX", 16)
     decoder = decoder_of(generator, 3, prefix_rows=1)
     computed = []
 
@@ -521,7 +523,7 @@ def scripted(monkeypatch, generator, plan, prompts, **options) -> list[engine.Co
         ids = [row[i] if i < len(row) else z.argmax().item() for row, z in zip(plan, logits_BV, strict=True)]
         return torch.tensor(ids)
 
-    monkeypatch.setattr(engine, "sample", planned)
+    monkeypatch.setattr(scheduler, "sample", planned)
     return engine.Generator(generator.model, generator.tokenizer).complete(prompts, **options)
 
 
@@ -567,7 +569,7 @@ def test_context_overflow(generator):
     (prompt,) = random_documents((60,), vocab=290)
     (completion,) = generator.complete([prompt], max_tokens=6, temperature=0.0)
     assert completion.tokens == argmax_loop(generator, prompt, 5) and completion.reason == "length"
-    with pytest.raises(engine.RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
+    with pytest.raises(RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
         generator.generate([[1] * 65], max_tokens=1)
 
 
@@ -613,7 +615,7 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
 @pytest.mark.parametrize("compile", [False, True])
 def test_generator_on_a_gpu(generator, compile, monkeypatch):
     """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
-    monkeypatch.setattr(engine, "Decoder", functools.partial(engine.Decoder, compile=compile))
+    monkeypatch.setattr(scheduler, "Decoder", functools.partial(engine.Decoder, compile=compile))
     model = random_model(tiny_config()).cuda()
     mine = engine.Generator(model, generator.tokenizer, num_rows=2)
     for _ in range(2):
@@ -640,8 +642,8 @@ def test_decode_attention(slots, offset, device, monkeypatch):
     torch.manual_seed(0)
     scale, D, dtype = (29, 128, torch.bfloat16) if cuda else (1, 16, torch.float32)
     if not cuda:
-        monkeypatch.setattr(engine, "DECODE_TILES", dict(BN=16))
-        monkeypatch.setattr(engine, "use_triton", lambda x: True)
+        monkeypatch.setattr(kernel, "DECODE_TILES", dict(BN=16))
+        monkeypatch.setattr(kernel, "use_triton", lambda x: True)
     slots, H = slots * scale, 2
     positions = torch.tensor([-1, 0, slots // 2, slots - 2, slots - 1, slots, 5 * slots + 1], device=device).int()
     behind = (positions[:, None] - torch.arange(slots, device=device)) % slots
@@ -650,8 +652,8 @@ def test_decode_attention(slots, offset, device, monkeypatch):
     mine, theirs = rings.masked_fill(unseen, float("nan")), rings.masked_fill(unseen, 0)
     for _ in range(2):
         q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
-        got = engine.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
-        want = engine.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
+        got = kernel.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
+        want = kernel.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
         error = (got - want)[1:].float().norm() / want[1:].float().norm()
         assert error < (1e-2 if cuda else 1e-5)  # not so for NaN
         assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"

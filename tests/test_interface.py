@@ -14,7 +14,8 @@ from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps,
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 # They take no run, and train or plan with the script of this checkout.
 WITH_OUR_SCRIPT = ("check_nodes.py", "finetune_hf.py", "scaling_plan.py", "train_encoder.py")
-TOOLS = sorted(p for p in (*ROOT.glob("runs/*.py"), *ROOT.glob("runs/lib/*.py")) if p.name not in WITH_OUR_SCRIPT)
+FOLDERS = ("runs", "runs/engine", "runs/lib")
+TOOLS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py") if path.name not in WITH_OUR_SCRIPT)
 
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.

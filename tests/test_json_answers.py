@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import engine
 import jsonschema
 import pydantic
 import pytest
-from lib import engine, json_answers
+from engine import scheduler
+from lib import json_answers
 
 from test_serve import HELLO, expected, model_logprobs, rendered, runs, talker, writer  # noqa: F401  (fixtures)
 
@@ -139,7 +141,7 @@ def test_narrow_schemas_still_have_answers(schema):
     assert new == schema | ({"additionalProperties": False} if "properties" in schema else {})
 
 
-class Recorded(engine.Graphs):
+class Recorded(scheduler.Graphs):
     """Stands for CUDA graphs: works again with the arguments of the first time, into what it returned then."""
 
     def run(self, key, work, *arguments):

@@ -4,10 +4,10 @@ import gzip
 import json
 import re
 
+import engine
 import pytest
 import report
 import train_small as ts
-from lib import engine
 
 from conftest import ROOT, TINY, write_run
 

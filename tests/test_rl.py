@@ -13,6 +13,7 @@ import shutil
 from types import SimpleNamespace
 
 import chat_eval
+import engine
 import finetune
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import rl
 import sft
 import torch
 import train_small as ts
-from lib import chat_format, engine
+from lib import chat_format
 
 from conftest import ROOT, TINY, call, chat, entries, run_sft, write_jsonl
 from processes import python

@@ -31,9 +31,10 @@ from conftest import ROOT, logits, write_run
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
+import engine
 import serve
 import sft
-from lib import engine, protocol
+from lib import protocol
 
 SCRIPT = ROOT / "runs" / "serve.py"
 QUIET = {"temperature": 0.0, "max_tokens": 24}

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+import engine
 import pydantic_core
-from lib import chat_format, engine, json_answers
+from lib import chat_format, json_answers
 from lib.chat_format import Detokenizer
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
