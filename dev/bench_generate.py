@@ -55,9 +55,9 @@ def timed(ranks: ts.Ranks, function) -> float:
 
 
 def fill(decoder: engine.Decoder, prompts: list, new: int, **options) -> list[engine.Completion]:
-    """Puts new completions of the prompts into all rows."""
-    for row in range(decoder.num_rows):
-        decoder.free(row)
+    """Puts new completions of the prompts into all slots."""
+    for slot in range(decoder.num_slots):
+        decoder.evict(slot)
     completions = [engine.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
     decoder.add_requests(dict(enumerate(completions)))
     return completions

@@ -141,7 +141,7 @@ class Local(OwnModel):
                         show(text)
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
-                self.decoder.free(0)
+                self.decoder.evict(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
         for _, text in detokenizer.finish():

@@ -358,7 +358,7 @@ def run_program(text: str, nonce: str) -> bool:
 def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
     """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples. Raises: RunError"""
     cuda = ranks.device.type == "cuda"
-    generator = engine.Generator(run.model, run.tokenizer, num_rows=128 if cuda else 32)
+    generator = engine.Generator(run.model, run.tokenizer, num_slots=128 if cuda else 32)
     score = score_core.scorer(run.model, compile=cuda and run.config.compile)
     size = score_core.default_batch_tokens(ranks.device)
     for name, task in TASKS.items():

@@ -254,7 +254,7 @@ class Learner:
 
     def loader(self, run):
         self.state = run.state
-        self.generator = engine.Generator(run.state.model, self.tokenizer, num_rows=self.settings.rows)
+        self.generator = engine.Generator(run.state.model, self.tokenizer, num_slots=self.settings.rows)
         return self
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class Metrics:
         text = "From the arrival of a request to the first token of an answer, counted for each answer"  # as in vLLM
         self.time_to_first_token = prometheus.Histogram("time_to_first_token_seconds", text, **own)
         gauge = partial(prometheus.Gauge, **own)
-        gauge("rows", "Answers that can be written at a time").set_function(lambda: worker.decoder.num_rows)
+        gauge("rows", "Answers that can be written at a time").set_function(lambda: worker.decoder.num_slots)
         gauge("answers_live", "Answers being written").set_function(lambda: len(worker.sequences))
         gauge("answers_waiting", "Answers that wait for a row").set_function(worker.waiting)
 
@@ -134,7 +134,7 @@ class Worker(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.model = model
         self.max_waiting = max_waiting
-        self.decoder = engine.Decoder(model, tokenizer, rows, compile=compile, prefix_rows=max(2, rows // 4))
+        self.decoder = engine.Decoder(model, tokenizer, rows, compile=compile, prefix_slots=max(2, rows // 4))
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by row
         self.idle_rows = list(range(rows))  # the one unused for longest first
@@ -160,7 +160,7 @@ class Worker(threading.Thread):
             if self.draining:
                 raise APIError(503, FAILED if self.error else STOPPING)
             taken = self.waiting() + len(self.sequences)
-            most = self.decoder.num_rows + self.max_waiting
+            most = self.decoder.num_slots + self.max_waiting
             if taken + len(request.sequences) > most:
                 busy = f"{taken} answers are being written or wait, and at most {most} may; try again in a moment"
                 raise APIError(429, busy, code="queue_full")
@@ -212,7 +212,7 @@ class Worker(threading.Thread):
             for temperature in (0.0, engine.Completion.temperature):
                 self.decoder.add_requests({0: engine.Completion(prompt, 1, temperature)})
                 self.decoder.step()
-                self.decoder.free(0)
+                self.decoder.evict(0)
 
     def step(self) -> None:
         """Drops sequences that nobody waits for, puts others into free rows, and makes one step."""
@@ -266,7 +266,7 @@ class Worker(threading.Thread):
         if not self.idle_rows or not self.queue or self.holds_back():
             return new
         num_new = 0
-        while self.idle_rows and self.queue and num_new < engine.PREFILL_TOKENS:
+        while self.idle_rows and self.queue and num_new < 16384:
             request = min(self.queue, key=lambda request: request.num_running)
             sequence = request.waiting.popleft()
             if not request.waiting:
@@ -283,7 +283,7 @@ class Worker(threading.Thread):
 
     def holds_back(self) -> bool:
         """Whether a few new sequences should wait for others, as each prefill holds all rows up."""
-        few = self.waiting() < self.decoder.num_rows // 8
+        few = self.waiting() < self.decoder.num_slots // 8
         wait = bool(self.sequences) and few and self.steps_held < HOLD
         self.steps_held = self.steps_held + 1 if wait else 0
         return wait
@@ -299,7 +299,7 @@ class Worker(threading.Thread):
     def release(self, row: int) -> Sequence:
         """Makes a row idle, whether its answer has ended or not; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
-            self.decoder.stop([row])
+            self.decoder.release([row])
         sequence = self.sequences.pop(row)
         sequence.request.num_running -= 1
         self.idle_rows.append(row)
@@ -314,7 +314,7 @@ class Worker(threading.Thread):
         requests = {self.sequences[row].request for row in rows}
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
-                self.decoder.free(row)
+                self.decoder.evict(row)
             self.release(row)
         self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
@@ -326,14 +326,14 @@ class Worker(threading.Thread):
         """
         urgent = set()
         for output in outputs:
-            sequence = self.sequences[output.row]
+            sequence = self.sequences[output.slot]
             request = sequence.request
             sequence.add_output(output)
             is_first = output.token is not None and len(sequence.completion.tokens) == 1
             if is_first:
                 self.metrics.time_to_first_token.observe(time.monotonic() - request.began)
             if output.reason:
-                self.release(output.row)
+                self.release(output.slot)
             if request.fields.stream or request.done():
                 self.unsent.add(request)
                 if is_first or sequence.reason:
@@ -447,7 +447,7 @@ class Server(uvicorn.Server):
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
         good = worker.is_alive() and worker.failures < 3
-        state = {"status": "ok" if good else "failing", "rows": worker.decoder.num_rows}
+        state = {"status": "ok" if good else "failing", "rows": worker.decoder.num_slots}
         state |= {"live": len(worker.sequences), "waiting": worker.waiting()}
         return JSONResponse(state, 200 if good else 503)
 
@@ -562,7 +562,7 @@ def main() -> int:
         os._exit(130)  # Python would abort while the worker is in the middle of a step
     host, port = listening.getsockname()[:2]
     kind = "chat" if server.protocol.chat else "completions"
-    sizes = f"{server.worker.decoder.num_rows} rows, context {server.protocol.limit:,}, {kind}"
+    sizes = f"{server.worker.decoder.num_slots} rows, context {server.protocol.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         print_note("note: everyone who can reach this address can use the model; set a key with --api-key")
     for signum in (signal.SIGTERM, signal.SIGINT):

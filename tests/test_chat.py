@@ -148,7 +148,7 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     backend = make(max_tokens=60, temperature=1.0).backend
     backend.tokenizer.bytes[:256] = [bytes([b]) for b in range(256)]
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
-    backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
+    backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     pieces = []
     backend.reply(backend.ask([{"role": "user", "content": "x"}]), {}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
@@ -165,7 +165,7 @@ def test_tool_calls(make, tmp_path):
     forced = [special["<|output_start|>"], *tok.encode("12"), special["<|output_end|>"]]
     cut = plan.index(special["<|python_end|>"]) + 1
     rest = iter([*plan[:cut], *[7] * len(forced), *plan[cut:]])  # what is sampled while the result is forced is lost
-    backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
+    backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     out, _ = say(base, "3*4?")
     assert out == "is [3*4 = 12] so\n"
     assert base.messages[-1]["ids"] == [*plan[:cut], *forced, *plan[cut:-1]]
@@ -193,7 +193,7 @@ def test_commands(make, tmp_path):
     assert chat.messages == [] and chat.system == "Be kind."
 
 
-@pytest.mark.parametrize("place", ["sample", "decode", "step"])
+@pytest.mark.parametrize("place", ["sampler", "decode", "step"])
 def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     """Ctrl-C within a step keeps what was said; the next turn equals computing everything anew."""
     chat = make(context=256, top_k=1, temperature=1.0)  # top_k of 1 is greedy, and takes sample()

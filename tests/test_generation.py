@@ -3,6 +3,7 @@
 import codecs
 import functools
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -72,6 +73,15 @@ def test_tables_of_a_gpu_stay_in_bf16_on_a_cpu(bpe, tmp_path):  # noqa: F811
     torch.testing.assert_close(*found)
 
 
+def test_two_runs_in_one_process(bpe, tmp_path):  # noqa: F811
+    """Each keeps its module: a class of the first one is still found by its name."""
+    scripts = [engine.import_script(write_run(tmp_path / name, bpe)) for name in ("first", "second.run")]
+    assert scripts[0].__name__ != scripts[1].__name__ and [sys.modules[s.__name__] for s in scripts] == scripts
+    for script in scripts:
+        with pytest.raises(RunError, match="^wrong$"), engine.script_errors(script):
+            raise script.UserError("wrong")
+
+
 # ==== decoding against the forward pass
 
 
@@ -84,7 +94,7 @@ FAULTS = {
         model, cache, tokens, previous[[0, 0]], positions)),
     "no offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], False)),
     "offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": (prefill, "make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
+    "window": (prefill, "plan_ring", lambda plan, rows, num_cached, lengths, window, *more: plan(
         rows, num_cached, lengths, max(window - 1, 1), *more)),
 }  # fmt: skip
 
@@ -112,9 +122,25 @@ def test_wrong_decoding_is_found(dataset, monkeypatch, module, name, fault, dtyp
         sample_script.check(run)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 0}, {"top_k": 0, "top_p": 0.5}])
+SAMPLINGS = [{"temperature": 0.0}, {}, {"top_k": 0}, {"top_k": 0, "top_p": 0.5}, {"presence_penalty": 1.0}]
+
+
+@pytest.mark.parametrize("options", SAMPLINGS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_infinite_logit_is_not_decoded(generator, monkeypatch, value, options):
+    """Models without softcap can compute one."""
+
+    def broken(*inputs):
+        return engine.decode(*inputs).index_fill(1, torch.tensor([7]), value)
+
+    monkeypatch.setattr(scheduler, "decode", broken)
+    with pytest.raises(RunError, match="not finite"):
+        engine.Generator(generator.model, generator.tokenizer).generate([[1, 2]], max_tokens=3, **options)
+
+
+@pytest.mark.parametrize("options", SAMPLINGS)
 def test_logits_that_are_not_finite_are_never_decoded(generator, options):
-    """Greedy or sampled, from the first id or a later one, one sentence; its rows are free afterwards."""
+    """Greedy or sampled, from the first id or a later one, one sentence; its slots are free afterwards."""
     model = random_model(tiny_config())
     broken = engine.Generator(model, generator.tokenizer)
     prompt = random_documents((9,), 290)[0]
@@ -236,8 +262,8 @@ def argmax_loop(generator, prompt, max_tokens):
     return ids[len(prompt) :]
 
 
-def decoder_of(generator, num_rows, length=64, **options) -> engine.Decoder:
-    return engine.Decoder(generator.model, generator.tokenizer, num_rows, length, **options)
+def decoder_of(generator, num_slots, length=64, **options) -> engine.Decoder:
+    return engine.Decoder(generator.model, generator.tokenizer, num_slots, length, **options)
 
 
 def greedy(prompt, max_tokens) -> engine.Completion:
@@ -261,7 +287,7 @@ def test_greedy_batch_equals_uncached_loop(generator, rows, pack, monkeypatch):
 
     So they do with a limit on the tokens computed at once.
     """
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", pack)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", pack)
     options = {"max_tokens": 40, "temperature": 0.0}
     together = engine.Generator(generator.model, generator.tokenizer, rows).generate(PROMPTS, **options)
     assert together == [argmax_loop(generator, prompt, 40) for prompt in PROMPTS]
@@ -313,7 +339,7 @@ def test_rows_come_and_go(generator):
         assert [row for row, *_ in decoder.step()] == [0, 2]
     decoder.add_requests({1: c})
     decoder.step()
-    decoder.free(2)  # the client of b left
+    decoder.evict(2)  # the client of b left
     for ring in (*decoder.cache.keys, *decoder.cache.values):
         ring[2] = float("nan")
     decoder.step()
@@ -445,7 +471,7 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
     prompts = [*PROMPTS, *([*shared[:n], *end] for n, end in zip((30, 30, 30, 20), ends, strict=True))]
     special = [generator.tokenizer.specials[f"<|python_{name}|>"] for name in ("start", "end")]
     call = {special[0]: 300.0, ord("3"): 200.0, special[1]: 100.0}  # one after the other
-    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "score_prompt": True},
+    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "prompt_logprobs": True},
                {"temperature": 0.0, "logit_bias": call, "frequency_penalty": 250.0}]  # fmt: skip
 
     def talk(decoder, stops=False) -> tuple:
@@ -459,12 +485,12 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
             decoder.step()
             if stops and len(decoder.running) == 2:  # the first row makes room
                 row, completion = min(decoder.running.items())
-                decoder.stop([row])
+                decoder.release([row])
                 waiting.insert(0, completion)
-        logprobs = [c.logprob for one in every for c in (*one.prompt_logprobs[1:], *one.token_logprobs)]
+        logprobs = [c.logprob for one in every for c in (*one.prompt_token_logprobs[1:], *one.token_logprobs)]
         return [(c.tokens, c.forced, c.reason) for c in every], logprobs, reused
 
-    plain, other = (decoder_of(generator, 3, prefix_rows=2) for _ in range(2))
+    plain, other = (decoder_of(generator, 3, prefix_slots=2) for _ in range(2))
     other.overlap = "overlap" in kind
     other.prefill_graphs = scheduler.Graphs() if kind == "graphs" else None
     (expected, logprobs, reused), (found, other_logprobs, other_reused) = talk(plain), talk(other, "stops" in kind)
@@ -485,12 +511,12 @@ def test_shared_prefixes(generator, monkeypatch):
     Tokens computed in the same batch do not count as cached.
     """
     monkeypatch.setattr(cache, "MIN_SHARED_PREFIX", 16)
-    decoder = decoder_of(generator, 3, prefix_rows=1)
+    decoder = decoder_of(generator, 3, prefix_slots=1)
     computed = []
 
-    def prefill(rows, num_cached, sequences, prefill=decoder.prefill_batch):
-        computed.append(sum(map(len, sequences)) - sum(num_cached))
-        return prefill(rows, num_cached, sequences)
+    def prefill(plans, prefill=decoder.prefill_batch):
+        computed.append(sum(len(plan.ids) - plan.num_cached for plan in plans))
+        return prefill(plans)
 
     monkeypatch.setattr(decoder, "prefill_batch", prefill)
     first, second, third = ([1, *ids] for ids in random_documents((40, 40, 40), vocab=290, seed=5))
@@ -600,7 +626,7 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
         for seed, options in enumerate(samplings):
             prompt = random_documents((3 + 5 * seed,), vocab=290)[0]
             completions.append(engine.Completion(prompt, 30, seed=seed, logprobs=3 if seed == 1 else None, **options))
-            decoder.free(seed % 4)
+            decoder.evict(seed % 4)
             decoder.add_requests({seed % 4: completions[-1]})
             for _ in range(8):
                 decoder.step()
@@ -617,7 +643,7 @@ def test_generator_on_a_gpu(generator, compile, monkeypatch):
     """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
     monkeypatch.setattr(scheduler, "Decoder", functools.partial(engine.Decoder, compile=compile))
     model = random_model(tiny_config()).cuda()
-    mine = engine.Generator(model, generator.tokenizer, num_rows=2)
+    mine = engine.Generator(model, generator.tokenizer, num_slots=2)
     for _ in range(2):
         answers = mine.generate(PROMPTS, max_tokens=20, temperature=0.0)
         assert answers == [argmax_loop(generator, prompt, 20) for prompt in PROMPTS]

@@ -138,10 +138,10 @@ def script(running, ids):
 
     def scripted(logits, *_):
         (completion,) = running.decoder.running.values()
-        token = 0 if completion.tool_result else next(rest, stop)  # what is sampled while a result is forced is lost
+        token = 0 if completion.tool_output else next(rest, stop)  # what is sampled while a result is forced is lost
         return torch.full((len(logits),), token)
 
-    with mock.patch.object(running.decoder, "sample", scripted):
+    with mock.patch.object(running.decoder, "sampler", scripted):
         yield {"model": running.model, "messages": HELLO, "temperature": 1.0}
         until(lambda: not running.worker.sequences)  # a part of the answer may have been enough for the test
 

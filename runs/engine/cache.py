@@ -1,4 +1,4 @@
-"""KV cache and prefix cache."""
+"""The KV cache, and the prefix cache, which knows what each slot of it holds."""
 
 from __future__ import annotations
 
@@ -8,50 +8,54 @@ from os.path import commonprefix  # which takes lists of ids too
 import torch
 from torch import Tensor
 
-MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared row holds them
+from engine.completion import Completion
+
+MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared slot holds them
 
 
 @dataclass
 class KVCache:
-    """Keys and values of every attention layer. A row is a ring that holds the layer's window, not the whole context.
+    """Keys and values of every attention layer. A slot holds one sequence, in a ring of cells for each layer.
 
-    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
-    window + 2, for the newest key and the next one, or longest sequence + 1 if less.
+    A ring has room for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
+    Keys are stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the
+    next one, or longest sequence + 1 if less.
 
     In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
-    its key into its own slot, and the second half into the next one. The first token of a text, which has none before
+    its key into its own cell, and the second half into the next one. The first token of a text, which has none before
     it, writes its second half into both.
     """
 
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
-    values: list[Tensor]
+    values: list[Tensor]  # the same
     ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
 
     @staticmethod
-    def empty(model, num_rows: int, max_len: int) -> KVCache:
+    def empty(model, num_slots: int, max_len: int) -> KVCache:
         """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
         ring_sizes = tuple(min(window + 2, max_len + 1) for window in model.windows)
         sizes = [ring_sizes[int(layer in config.long_layers)] for layer in config.attention_layers]
-        shapes = [(num_rows, size, config.num_heads, config.head_dim) for size in sizes]
+        shapes = [(num_slots, size, config.num_heads, config.head_dim) for size in sizes]
         keys = [model.embed.new_zeros(shape) for shape in shapes]
         values = [model.embed.new_zeros(shape) for shape in shapes]
         return KVCache(keys, values, ring_sizes)
 
-    def first_rows(self, count: int) -> KVCache:
-        """The first rows, in the same memory."""
+    def first_slots(self, count: int) -> KVCache:
+        """The first slots, in the same memory."""
         keys = [ring[:count] for ring in self.keys]
-        return KVCache(keys, [ring[:count] for ring in self.values], self.ring_sizes)
+        values = [ring[:count] for ring in self.values]
+        return KVCache(keys, values, self.ring_sizes)
 
-    def clear(self, rows: list[int]) -> None:
-        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
-        if rows:
-            index = to_device(rows, self.keys[0].device)
+    def clear(self, slots: list[int]) -> None:
+        """Zeroes slots. Old keys are masked, but infinities and NaN would get through a mask."""
+        if slots:
+            index = to_device(slots, self.keys[0].device)
             for ring in (*self.keys, *self.values):
                 ring[index] = 0
 
     def copy(self, sources: dict[int, int]) -> None:
-        """Copies rows: {to: from}."""
+        """Copies slots: {to: from}."""
         if sources:
             target = to_device(list(sources), self.keys[0].device)
             source = to_device(list(sources.values()), self.keys[0].device)
@@ -60,56 +64,69 @@ class KVCache:
 
 
 def to_device(array, device: torch.device) -> Tensor:
-    """A tensor of an array or list, without waiting for work that is under way."""
+    """A tensor of an array or list, without waiting for work that the device has not finished."""
     return torch.as_tensor(array).to(device, non_blocking=True)
 
 
-class PrefixCache:
-    """Which ids have their keys and values in each row of the KV cache.
+@dataclass
+class SlotPlan:
+    """What a slot should hold, and how much of it need not be computed."""
 
-    An idle row keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
-    Behind the rows of requests come shared rows, for prefixes of several sequences, such as a system prompt; a sequence
-    with such a prefix starts as a copy of the row. A row is used whole or not at all, since a ring only has the end.
+    slot: int
+    ids: list[int]  # that it holds in the end
+    num_cached: int = 0  # so many of them are in the cache: in this slot, or in `source`
+    source: int | None = None  # a shared slot, which is copied into this one first
+    completion: Completion | None = None  # None: the slot is a shared one
+
+
+class PrefixCache:
+    """Which ids have their keys and values in each slot of the KV cache.
+
+    An idle slot keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
+    Behind the slots of requests come shared ones, for prefixes of several sequences, such as a system prompt; a
+    sequence with such a prefix starts as a copy of the slot. What a slot holds is used whole or not at all, since a
+    ring only has the end.
     """
 
-    def __init__(self, num_rows: int, num_shared: int):
-        self.num_rows = num_rows
-        self.tokens: list[list[int]] = [[] for _ in range(num_rows + num_shared)]
-        self.shared = list(range(num_rows, num_rows + num_shared))  # least recently used first
+    def __init__(self, num_slots: int, num_shared: int):
+        self.num_slots = num_slots
+        self.tokens: list[list[int]] = [[] for _ in range(num_slots + num_shared)]  # by slot
+        self.shared = list(range(num_slots, num_slots + num_shared))  # least recently used first
 
-    def match(self, row: int, sequence: list[int]) -> int:
-        """How many ids a row holds, if the sequence begins with all of them and goes on; else 0."""
-        cached = self.tokens[row]
-        is_prefix = len(cached) < len(sequence) and cached == sequence[: len(cached)]
-        return len(cached) if is_prefix else 0
+    def match(self, slot: int, ids: list[int]) -> int:
+        """How many ids a slot holds, if the given ones begin with all of them; else 0."""
+        cached = self.tokens[slot]
+        return len(cached) if cached == ids[: len(cached)] else 0
 
-    def choose_shared(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
-        """Chooses shared rows for new sequences.
+    def choose_shared(self, plans: list[SlotPlan]) -> list[SlotPlan]:
+        """Lets new sequences start from shared slots: sets source and num_cached of their plans.
 
-        A prefix gets a shared row, the least recently used one, when a second sequence has it.
+        A prefix gets a shared slot, the least recently used one, when a second sequence has it.
 
-        Args:    sequences by row; num_cached what these rows hold of them
-        Returns: {row: the shared row that it should copy}, {shared row: new prefix that must be computed first}
+        Returns: plans of shared slots whose prefix must be computed first
         """
-        copies = {}
-        new_prefixes = {}
-        earlier = self.tokens[: self.num_rows]  # sequences
-        for row, sequence in sequences.items() if self.shared else ():
-            source = max(self.shared, key=lambda shared: self.match(shared, sequence))
-            num_shared = self.match(source, sequence)
+        new_prefixes = []
+        sources = set()
+        earlier = self.tokens[: self.num_slots]  # sequences
+        for plan in plans if self.shared else ():
+            source = max(self.shared, key=lambda shared: self.match(shared, plan.ids))
+            num_shared = self.match(source, plan.ids)
 
             # If an earlier sequence has many more ids in common, these become a shared prefix of their own.
-            common = max(len(commonprefix([sequence[:-1], other])) for other in earlier)
-            earlier.append(sequence)
+            common = max(len(commonprefix([plan.ids, other])) for other in earlier)
+            earlier.append(plan.completion.all_tokens())
             oldest = self.shared[0]
-            is_longer = common >= max(num_cached[row], num_shared) + MIN_SHARED_PREFIX
-            if is_longer and oldest not in copies.values():  # a row that is about to be copied stays
+            is_longer = common >= max(plan.num_cached, num_shared) + MIN_SHARED_PREFIX
+            if is_longer and oldest not in sources:  # a slot that is about to be copied stays
                 source = oldest
                 num_shared = common
-                new_prefixes[source] = self.tokens[source] = sequence[:common]
+                self.tokens[source] = plan.ids[:common]
+                new_prefixes.append(SlotPlan(source, self.tokens[source]))
 
-            if num_shared > num_cached[row]:
-                copies[row] = source
+            if num_shared > plan.num_cached:
+                plan.source = source
+                plan.num_cached = num_shared
+                sources.add(source)
                 self.shared.remove(source)
                 self.shared.append(source)  # the most recently used
-        return copies, new_prefixes
+        return new_prefixes

@@ -1,4 +1,4 @@
-"""One decoding step, and its attention kernel."""
+"""One decoding step of all slots, and its attention kernel."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ except ImportError:
 jit = triton.jit if triton else (lambda function: function)
 
 
-def decode(model, cache: KVCache, tokens_B, previous_2B, positions_B, layer_weights=None) -> Tensor:
-    """Appends one token to each row of the cache.
+def decode(
+    model, cache: KVCache, tokens_B: Tensor, prev_ids_2B: Tensor, positions_B: Tensor, layer_weights=None
+) -> Tensor:
+    """Appends one token to each slot of the cache.
 
-    Args:    tokens_B int (B,), the ids; previous_2B the id before each, and the one before that; positions_B int (B,),
-             -1 for idle rows, of which nothing changes; layer_weights as for prefill
-    Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle rows
+    Args:    tokens_B int (B,), the ids; prev_ids_2B the id before each, and the one before that; positions_B int (B,),
+             -1 for idle slots, of which nothing changes; layer_weights as of prefill
+    Returns: logits fp32 (B, V and the padding of the vocabulary), which mean nothing for idle slots
     """
 
     def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
-        offset = layer in model.config.key_offset_layers
-        rings = (cache.keys[index], cache.values[index])
-        return decode_attention(q, k, v, *rings, positions_B, offset)
+        has_offset = layer in model.config.key_offset_layers
+        return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, has_offset)
 
-    hidden = model.trunk(tokens_B, previous_2B, positions_B.clamp(min=0), attend, layer_weights)
+    hidden = model.trunk(tokens_B, prev_ids_2B, positions_B.clamp(min=0), attend, layer_weights)
     return model.logits(hidden)
 
 
 # ==== Attention kernel
-# One decoding step: each row writes a key and a value into its ring, as KVCache says, and one query looks at that ring.
-# Rows at position -1 are idle: nothing of them is written.
+# Each slot writes a key and a value into its ring, as KVCache says, and one query looks at that ring. Slots at position
+# -1 are idle: nothing of them is written.
 
 
 def use_triton(x: Tensor) -> bool:
@@ -48,28 +49,28 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
     """Writes a key and a value into each ring, and returns what the query finds there.
 
     Args:    q, k, v (B, H, K), q carries the scale; keys, values (B, S, H, K), written in place;
-             positions int (B,), -1 for idle rows; offset: of a layer with key offset
+             positions int (B,), -1 for idle slots; offset: whether the layer has a key offset
     Returns: (B, H, K)
     """
-    slots = keys.size(1)
+    ring_size = keys.size(1)
     width = keys.size(3)
-    row = torch.arange(len(q), device=q.device)
+    slot = torch.arange(len(q), device=q.device)
     running = (positions >= 0)[:, None, None]
     position = positions.clamp(min=0).long()
-    slot = position % slots
+    cell = position % ring_size
 
     if offset:
         second_half = torch.arange(width, device=q.device) >= width // 2
-        from_before = second_half & (position > 0)[:, None, None]
-        next_slot = (position + 1) % slots
-        keys[row, next_slot] = torch.where(running & second_half, k, keys[row, next_slot])
-        k = torch.where(from_before, keys[row, slot], k)
-    keys[row, slot] = torch.where(running, k, keys[row, slot])
-    values[row, slot] = torch.where(running, v, values[row, slot])
+        from_prev = second_half & (position > 0)[:, None, None]
+        next_cell = (position + 1) % ring_size
+        keys[slot, next_cell] = torch.where(running & second_half, k, keys[slot, next_cell])
+        k = torch.where(from_prev, keys[slot, cell], k)
+    keys[slot, cell] = torch.where(running, k, keys[slot, cell])
+    values[slot, cell] = torch.where(running, v, values[slot, cell])
 
-    # How far behind the newest key each slot is; the oldest one is the free slot.
-    behind = (position[:, None] - torch.arange(slots, device=q.device)) % slots
-    seen = (behind <= position[:, None]) & (behind < slots - 1)
+    # How far behind the newest key each cell is; the oldest one is the free cell.
+    behind = (position[:, None] - torch.arange(ring_size, device=q.device)) % ring_size
+    seen = (behind <= position[:, None]) & (behind < ring_size - 1)
     ring = (keys.transpose(1, 2), values.transpose(1, 2))
     y = F.scaled_dot_product_attention(q[:, :, None], *ring, seen[:, None, None], scale=1.0)
     return y[:, :, 0]
@@ -80,28 +81,28 @@ def decode_attention_kernel(
     q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
     OFFSET: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One row and one head of WIDTH a program. The new key and value are not read back."""
-    row = tl.program_id(0)
+    """One slot and one head of WIDTH a program. The new key and value are not read back."""
+    slot = tl.program_id(0)
     h = tl.program_id(1)
     d = tl.arange(0, WIDTH)
-    p = tl.load(positions + row).to(tl.int32)
-    slot = tl.maximum(p, 0) % S
-    stride = H * WIDTH  # from slot to slot
+    p = tl.load(positions + slot).to(tl.int32)
+    cell = tl.maximum(p, 0) % S
+    stride = H * WIDTH  # from cell to cell
     running = d < tl.where(p >= 0, WIDTH, 0)
-    keys += (row.to(tl.int64) * S * H + h) * WIDTH
-    values += (row.to(tl.int64) * S * H + h) * WIDTH
+    keys += (slot.to(tl.int64) * S * H + h) * WIDTH
+    values += (slot.to(tl.int64) * S * H + h) * WIDTH
 
     # The new key and value; exp2 below needs the query times log2(e).
-    Q = tl.load(q + row * stride_q + h * WIDTH + d).to(tl.float32) * 1.4426950408889634
-    K = tl.load(k + row * stride_k + h * WIDTH + d)
-    V = tl.load(v + row * stride_v + h * WIDTH + d)
+    Q = tl.load(q + slot * stride_q + h * WIDTH + d).to(tl.float32) * 1.4426950408889634
+    K = tl.load(k + slot * stride_k + h * WIDTH + d)
+    V = tl.load(v + slot * stride_v + h * WIDTH + d)
     if OFFSET:
         second_half = d >= WIDTH // 2
-        tl.store(keys + (slot + 1) % S * stride + d, K, mask=running & second_half)
-        from_before = second_half & (d < p * WIDTH)  # the first token has none before it
-        K = tl.where(from_before, tl.load(keys + slot * stride + d, mask=from_before, other=0.0), K)
-    tl.store(keys + slot * stride + d, K, mask=running)
-    tl.store(values + slot * stride + d, V, mask=running)
+        tl.store(keys + (cell + 1) % S * stride + d, K, mask=running & second_half)
+        from_prev = second_half & (d < p * WIDTH)  # the first token has none before it
+        K = tl.where(from_prev, tl.load(keys + cell * stride + d, mask=from_prev, other=0.0), K)
+    tl.store(keys + cell * stride + d, K, mask=running)
+    tl.store(values + cell * stride + d, V, mask=running)
 
     # Online softmax over the ring, starting with the new key.
     top = tl.sum(Q * K.to(tl.float32), 0)
@@ -109,7 +110,7 @@ def decode_attention_kernel(
     acc = V.to(tl.float32)
     for n0 in range(0, tl.minimum(p + 1, S), BN):
         n = n0 + tl.arange(0, BN)
-        behind = slot - n + tl.where(n > slot, S, 0)
+        behind = cell - n + tl.where(n > cell, S, 0)
         seen = (n < S) & (behind > 0) & (behind <= p) & (behind < S - 1)
         at = n[:, None] * stride + d[None, :]
         k_block = tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32)
@@ -121,14 +122,14 @@ def decode_attention_kernel(
         top = new_top
         total = total * shrink + tl.sum(e, 0)
         acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
-    tl.store(o + row * stride + h * WIDTH + d, (acc / total).to(o.dtype.element_ty))
+    tl.store(o + slot * stride + h * WIDTH + d, (acc / total).to(o.dtype.element_ty))
 
 
 DECODE_TILES = dict(BN=128, num_warps=8)
 
 
 def adjacent_heads(x: Tensor) -> Tensor:
-    """x (B, H, K) with the heads of a row next to each other in memory."""
+    """x (B, H, K) with the heads of a slot next to each other in memory."""
     return x if x.stride()[1:] == (x.size(2), 1) else x.contiguous()
 
 

@@ -1,10 +1,12 @@
-"""Load a run directory: the training script that lies in it, its model and tokenizer."""
+"""Loading a run: the training script that lies in its directory, a checkpoint, and the tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from lib.command import RunError, first_line
 from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 
-INTERFACE = 9  # of the training scripts that this file can read
+INTERFACE = 9  # of the training scripts that this package can read
 
 
 def import_script(run_dir: str | Path) -> ModuleType:
@@ -29,31 +31,41 @@ def import_script(run_dir: str | Path) -> ModuleType:
     if len(scripts) != 1:
         found = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
         raise RunError(f"{run_dir} is no run directory: {found}; name another")
-    spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
+    # A name of its own for each path, as a second run must not replace the module of the first.
+    name = re.sub(r"\W+", "_", f"run {scripts[0].resolve().with_suffix('')}")
+    spec = importlib.util.spec_from_file_location(name, scripts[0])
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    sys.modules[name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
-    module.UserError = RunError  # its functions raise this from now on, so tools catch one class
 
-    found = getattr(module, "INTERFACE", 1)
-    if found != INTERFACE:
+    interface = getattr(module, "INTERFACE", 1)
+    if interface != INTERFACE:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         commit = description.get("machine", {}).get("git_commit") or "(not in config.json)"
-        wrong = f"the script in {run_dir} has interface {found} but this tool reads {INTERFACE}"
-        raise RunError(f"{wrong}; use the tools of the commit that made the run: {commit}")
+        problem = f"the script in {run_dir} has interface {interface} but this tool reads {INTERFACE}"
+        raise RunError(f"{problem}; use the tools of the commit that made the run: {commit}")
     return module
+
+
+@contextlib.contextmanager
+def script_errors(script: ModuleType):
+    """Turns the UserError of a run's script, a class of its own, into the RunError that tools catch."""
+    try:
+        yield
+    except script.UserError as error:
+        raise RunError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Run:
     script: ModuleType  # of the run directory
-    model: Any  # its GPT, on the device, in eval mode
-    tokenizer: Any
-    config: Any
+    model: Any  # GPT of the script, on the device, in eval mode
+    tokenizer: Any  # Tokenizer of the script
+    config: Any  # Config of the script
     step: int  # of the checkpoint
 
 
-def load_run(run_dir, step: int | None = None, device: str | None = None, **changes) -> Run:
+def load_run(run_dir: str | Path, step: int | None = None, device: str | None = None, **changes) -> Run:
     """Loads the newest checkpoint of a run, or that of a step.
 
     Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
@@ -62,32 +74,43 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     """
     run_dir = Path(run_dir)
     script = import_script(run_dir)
-    needed = ("model.safetensors",)
-    if step is None:
-        folder = newest_checkpoint(script, run_dir, needed)
-    else:
-        folder = run_dir / "checkpoints" / f"step_{step:06d}"
-        if folder not in script.checkpoints(run_dir):
-            raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
-        script.check_checkpoint(folder, needed)
+    with script_errors(script):
+        checkpoint = choose_checkpoint(script, run_dir, step)
+        changes = {name: value for name, value in changes.items() if value is not None}
+        config = dataclasses.replace(script.read_config(run_dir), **changes)
+        ranks = script.start_ranks()
+        device = choose_device(device) if device else ranks.device
+        try:
+            model = load_model(script, config, checkpoint, device)
+        except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
+            raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
+        model.attention = script.choose_attention(model, lambda text: None)
+        tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
+    return Run(script, model, tokenizer, config, int(checkpoint.name[5:]))
 
-    changes = {name: value for name, value in changes.items() if value is not None}
-    config = dataclasses.replace(script.read_config(run_dir), **changes)
-    ranks = script.start_ranks()
-    device = choose_device(device) if device else ranks.device
-    try:
-        model = script.GPT(config, device, script.choose_dtype(config, device))
-        weights = load_file(folder / "model.safetensors")
-        if device.type == "cpu" and model.embed.dtype == torch.float32:
-            # Most of the memory is n-gram tables. Those of a GPU stay in bf16, mapped from the file.
-            for name in weights.keys() & {"bigram_embed", "trigram_embed"}:
-                setattr(model, name, torch.nn.Parameter(weights[name]))
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
-        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
-    model.attention = script.choose_attention(model, lambda text: None)
-    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
-    return Run(script, model.eval(), tokenizer, config, int(folder.name[5:]))
+
+def choose_checkpoint(script: ModuleType, run_dir: Path, step: int | None) -> Path:
+    """The folder of a step's checkpoint, or of the newest one that is complete. Raises: RunError, script.UserError"""
+    files = ("model.safetensors",)
+    if step is None:
+        return newest_checkpoint(script, run_dir, files)
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    if folder not in script.checkpoints(run_dir):
+        raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
+    script.check_checkpoint(folder, files)
+    return folder
+
+
+def load_model(script: ModuleType, config, checkpoint: Path, device: torch.device):
+    """The GPT of a script with the weights of a checkpoint, in eval mode. Raises: RuntimeError, torch's"""
+    model = script.GPT(config, device, script.choose_dtype(config, device))
+    weights = load_file(checkpoint / "model.safetensors")
+    if device.type == "cpu" and model.embed.dtype == torch.float32:
+        # Most of the memory is n-gram tables. Those of a GPU stay in bf16, mapped from the file.
+        for name in weights.keys() & {"bigram_embed", "trigram_embed"}:
+            setattr(model, name, torch.nn.Parameter(weights[name]))
+    model.load_state_dict(weights)
+    return model.eval()
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,4 +1,7 @@
-"""The loop: continuous batching."""
+"""Continuous batching: sequences join and leave the slots of a KV cache, which decode together.
+
+Generator decodes a list of completions; Decoder is the loop beneath it, for programs that add requests as they come.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import torch
 from lib.chat_format import CALL_TOKENS
 from torch import Tensor
 
-from engine.cache import KVCache, PrefixCache, to_device
-from engine.completion import GREEDY, NOT_FINITE, Completion, StepOutput, TokenLogprob
+from engine.cache import KVCache, PrefixCache, SlotPlan, to_device
+from engine.completion import INVALID_TOKEN, Completion, StepOutput, TokenLogprob
 from engine.kernel import decode
 from engine.prefill import (
-    PREFILL_TOKENS,
+    MAX_PREFILL_TOKENS,
+    MAX_PREFILL_TOKENS_CUDA,
     PrefillBucket,
     PrefillInputs,
     choose_bucket,
@@ -24,60 +28,63 @@ from engine.prefill import (
     prefill_inputs,
     run_prefill,
 )
-from engine.sampling import RowState, StepKind, compute_logprobs, sample, step_kind
+from engine.sampling import InputBatch, SamplerMode, compute_logprobs, sample, sampler_mode
 
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
 
+# ==== A list of prompts
+
+
 class Generator:
-    """Continues prompts of different lengths, up to num_rows at a time.
+    """Continues prompts of different lengths, up to num_slots at a time.
 
     Options are fields of Completion. RunError says that a prompt does not fit.
     """
 
-    def __init__(self, model, tokenizer, num_rows: int = 128):
-        self.model = model
+    def __init__(self, model, tokenizer, num_slots: int = 128):
+        self.model = model  # GPT of a script
         self.tokenizer = tokenizer
-        self.num_rows = num_rows
+        self.num_slots = num_slots
         self.decoder: Decoder | None = None  # of the last call, kept for its graphs
 
     def run(self, completions: list[Completion]) -> Iterator[list[StepOutput]]:
-        """Decodes completions, which take idle rows in turn. Yields the outputs of each step."""
+        """Decodes completions, which take idle slots in turn. Yields the outputs of each step."""
         if not completions:
             return
         decoder = self.take_decoder(completions)
         waiting = completions[::-1]  # the first at the end
         try:
             while waiting or decoder.running:
-                # A prefill holds the other rows up, so several requests join together.
-                idle = [row for row in range(decoder.num_rows) if row not in decoder.running]
-                if waiting and len(idle) >= min(len(waiting), max(1, decoder.num_rows // 8)):
-                    decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]})
+                # A prefill holds the other slots up, so several requests join together.
+                idle = [slot for slot in range(decoder.num_slots) if slot not in decoder.running]
+                if waiting and len(idle) >= min(len(waiting), max(1, decoder.num_slots // 8)):
+                    decoder.add_requests({slot: waiting.pop() for slot in idle[: len(waiting)]})
                 yield decoder.step()
         finally:
-            for row in range(decoder.num_rows):
-                decoder.free(row)
+            for slot in range(decoder.num_slots):
+                decoder.evict(slot)
             self.decoder = decoder
 
     def take_decoder(self, completions: list[Completion]) -> Decoder:
         """The decoder of the last call if it fits these completions, else a new one."""
-        num_rows = min(len(completions), self.num_rows)
-        length = self.model.config.max_seq_len
-        if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
-            num_rows = 1 << (num_rows - 1).bit_length()
+        num_slots = min(len(completions), self.num_slots)
+        max_len = self.model.config.max_seq_len
+        if self.model.embed.is_cuda:  # sizes that fit the next call too; empty cells cost no time
+            num_slots = 1 << (num_slots - 1).bit_length()
         else:
-            length = min(length, max(len(c.prompt) + c.max_tokens for c in completions) - 1)
+            max_len = min(max_len, max(len(c.prompt) + c.max_tokens for c in completions) - 1)
 
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
-        if decoder and decoder.num_rows == num_rows and decoder.max_len >= length:
+        if decoder and decoder.num_slots == num_slots and decoder.max_len >= max_len:
             decoder.reload_weights()
             return decoder
         del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, num_rows, length)
+        return Decoder(self.model, self.tokenizer, num_slots, max_len)
 
-    def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
+    def complete(self, prompts: list[list[int]], seed: int = 0, **options) -> list[Completion]:
         """Continues lists of ids to their end; equal prompts get different noise."""
         completions = []
         for i, prompt in enumerate(prompts):
@@ -86,7 +93,7 @@ class Generator:
             pass
         return completions
 
-    def generate(self, prompts, **options) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], **options) -> list[list[int]]:
         """The new ids of each prompt, without the stop token."""
         return [completion.tokens for completion in self.complete(prompts, **options)]
 
@@ -103,56 +110,60 @@ class Generator:
         yield detokenizer.decode(b"", final=True)
 
 
+# ==== Requests that come and go
+
+
 class PendingStep(NamedTuple):
     """A step that was launched and whose tokens the host has not read yet."""
 
-    completions: dict[int, Completion]  # by row; those that are stopped meanwhile are taken out
+    completions: dict[int, Completion]  # by slot; those that are released meanwhile are taken out
     sampled: Tensor  # (B,) ids, on the host; on CUDA complete after `done`
     done: torch.cuda.Event | None
-    logprobs: list[TokenLogprob]  # by row; empty if no completion wants them
+    logprobs: list[TokenLogprob]  # by slot; empty if no completion wants them
 
 
 class Decoder:
-    """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
+    """Slots of a KV cache that decode together; requests join and leave at any step.
 
     On CUDA a step is two graphs. `compile` also fuses their work and that of prefills, which costs half a minute or
     more. A Decoder is for one thread.
 
-    With `overlap`, as on CUDA, the next step is launched before the tokens of the last are read, so that the
-    device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
-    into slots of its rings that the next token overwrites.
+    With `overlap`, as on CUDA, step n + 1 is launched before the tokens of step n are read, so that the device does not
+    wait for the host. A slot that meets a stop token then computes one token too many. That writes only into cells of
+    its rings that the next token overwrites.
 
-    Args:  max_len: tokens of the longest sequence, by default the model's context; prefix_rows: rows of the cache
-           beside num_rows, for prefixes that several prompts share
+    Args:  model, tokenizer: GPT and Tokenizer of a script; max_len: tokens of the longest sequence, by default the
+           model's context; prefix_slots: slots of the cache beside num_slots, for prefixes that several prompts share
     """
 
-    def __init__(self, model, tokenizer, num_rows: int, max_len: int = 0, compile: bool = False,
-                 prefix_rows: int = 0):  # fmt: skip
+    def __init__(self, model, tokenizer, num_slots: int, max_len: int = 0, compile: bool = False,
+                 prefix_slots: int = 0):  # fmt: skip
         device = model.embed.device
         cuda = device.type == "cuda"
         context = model.config.max_seq_len
         self.model = model
         self.tokenizer = tokenizer
-        self.num_rows = num_rows
+        self.num_slots = num_slots
         self.max_len = min(max_len or context, context)
+        self.max_prefill_tokens = MAX_PREFILL_TOKENS_CUDA if cuda else MAX_PREFILL_TOKENS
         tool_ids = [tokenizer.specials.get(name) for name in CALL_TOKENS]
         self.tool_ids = [] if None in tool_ids else tool_ids
         self.overlap = cuda
         with torch.no_grad():
             self.layer_weights = model.layer_weights()
 
-        self.cache = KVCache.empty(model, num_rows + prefix_rows, self.max_len)
-        self.decode_cache = self.cache.first_rows(num_rows)
-        self.prefix_cache = PrefixCache(num_rows, prefix_rows)
-        self.state = RowState(num_rows, tokenizer.vocab_size, device)
-        self.running: dict[int, Completion] = {}  # by row; the other rows are idle
-        self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
+        self.cache = KVCache.empty(model, num_slots + prefix_slots, self.max_len)
+        self.decode_cache = self.cache.first_slots(num_slots)
+        self.prefix_cache = PrefixCache(num_slots, prefix_slots)
+        self.batch = InputBatch(num_slots, tokenizer.vocab_size, device)
+        self.running: dict[int, Completion] = {}  # by slot; the other slots are idle
+        self.mode = sampler_mode([], tokenizer.vocab_size)  # of steps of the running slots
         self.pending: PendingStep | None = None
 
         self.run_prefill = torch.compile(run_prefill, dynamic=True) if compile else run_prefill
         self.decode = torch.compile(decode) if compile else decode
-        self.sample = torch.compile(sample) if compile else sample
-        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by StepKind
+        self.sampler = torch.compile(sample) if compile else sample
+        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by SamplerMode
         self.prefill_graphs = Graphs() if cuda else None  # by PrefillBucket
         # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
         self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
@@ -171,208 +182,221 @@ class Decoder:
 
     @torch.no_grad()
     def add_requests(self, completions: dict[int, Completion]) -> dict[int, int]:
-        """Prefills completions, which then run in these rows.
+        """Prefills completions, which then run in these slots.
 
-        The last id of a prompt goes in with the next step, which gives the first new one.
+        The last id of a prompt is the input token of the next step, which gives the first new one.
 
-        Returns: {row: how many ids of its sequence were in the cache, left there by earlier requests}
-        Raises:  RunError if a prompt does not fit its row
+        Returns: {slot: how many ids of its sequence earlier requests had left in the cache}
+        Raises:  RunError if a prompt does not fit its slot
         """
-        for row, completion in completions.items():
-            assert row not in self.running, f"row {row} is taken"
+        plans = []
+        reusing = []  # of those that may start from what the cache holds
+        for slot, completion in completions.items():
+            assert slot not in self.running, f"slot {slot} is taken"
             completion.fit(self.max_len)
-        sequences = {row: c.all_tokens() for row, c in completions.items()}
-        scored = {row: c for row, c in completions.items() if c.score_prompt}
+            plan = SlotPlan(slot, completion.cached_tokens(), completion=completion)
+            plans.append(plan)
+            if not completion.prompt_logprobs:  # they need all of the prompt's hidden states
+                plan.num_cached = self.prefix_cache.match(slot, plan.ids)
+                reusing.append(plan)
 
-        # What the cache holds of each; to score a prompt, all of it is computed.
-        reusing = {row: ids for row, ids in sequences.items() if row not in scored}
-        num_cached = dict.fromkeys(sequences, 0)
-        num_cached |= {row: self.prefix_cache.match(row, ids) for row, ids in reusing.items()}
-        copies, new_prefixes = self.prefix_cache.choose_shared(reusing, num_cached)
-        num_cached |= {row: len(self.prefix_cache.tokens[source]) for row, source in copies.items()}
+        new_prefixes = self.prefix_cache.choose_shared(reusing)
+        self.fill(new_prefixes)
+        self.cache.copy({plan.slot: plan.source for plan in plans if plan.source is not None})
+        self.fill(plans)
 
-        self.fill(new_prefixes, dict.fromkeys(new_prefixes, 0), {})
-        self.cache.copy(copies)
-        self.fill({row: ids[:-1] for row, ids in sequences.items()}, num_cached, scored)
-
-        self.state.set_rows(completions)
+        self.batch.set_slots(completions)
         self.running |= completions
-        self.kind = step_kind(self.running.values(), self.tokenizer.vocab_size)
-        # A prefix that was computed just now was not in the cache.
-        computed_now = [row for row, source in copies.items() if source in new_prefixes]
-        return num_cached | dict.fromkeys(computed_now, 0)
+        self.mode = sampler_mode(self.running.values(), self.tokenizer.vocab_size)
 
-    def fill(self, sequences: dict, num_cached: dict, scored: dict[int, Completion]) -> None:
-        """Computes what rows of the cache lack of their sequences, and scores the prompts of some."""
-        self.cache.clear([row for row in sequences if num_cached[row] == 0])
-        for row in sequences:
-            self.prefix_cache.tokens[row] = []  # should the prefill fail
-        # Between batches a GPU waits for the host, so they are larger there.
-        most = PREFILL_TOKENS * (4 if self.model.embed.is_cuda else 1)
-        for rows in prefill_batches(sequences, num_cached, most):
-            counts = [num_cached[row] for row in rows]
-            hidden_TD = self.prefill_batch(rows, counts, [sequences[row] for row in rows])
+        # A prefix that was computed just now does not count.
+        computed_now = {plan.slot for plan in new_prefixes}
+        return {plan.slot: 0 if plan.source in computed_now else plan.num_cached for plan in plans}
+
+    def fill(self, plans: list[SlotPlan]) -> None:
+        """Computes what slots of the cache lack, and the logprobs of prompts that want them."""
+        self.cache.clear([plan.slot for plan in plans if plan.num_cached == 0])
+        for plan in plans:
+            self.prefix_cache.tokens[plan.slot] = []  # should the prefill fail
+        for batch in prefill_batches(plans, self.max_prefill_tokens):
+            hidden_TD = self.prefill_batch(batch)
             start = 0  # of a sequence's new ids
-            for row in rows:
-                end = start + len(sequences[row]) - num_cached[row]
-                if row in scored:
-                    self.score_prompt(scored[row], hidden_TD[start:end])
+            for plan in batch:
+                end = start + len(plan.ids) - plan.num_cached
+                if plan.completion and plan.completion.prompt_logprobs:
+                    self.compute_prompt_logprobs(plan.completion, hidden_TD[start:end])
                 start = end
-        for row, sequence in sequences.items():
-            self.prefix_cache.tokens[row] = sequence
+        for plan in plans:
+            self.prefix_cache.tokens[plan.slot] = plan.ids
 
-    def prefill_batch(self, rows: list, num_cached: list, sequences: list) -> Tensor:
-        """As the function prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
-        bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
+    def prefill_batch(self, plans: list[SlotPlan]) -> Tensor:
+        """Hidden states (T, D), as the function prefill gives them, by a CUDA graph if one fits.
+
+        The next call may overwrite them.
+        """
+        slots = [plan.slot for plan in plans]
+        num_cached = [plan.num_cached for plan in plans]
+        sequences = [plan.ids for plan in plans]
+        bucket = choose_bucket(num_cached, sequences, self.num_slots, max(self.model.windows))
         if self.prefill_graphs is None or bucket is None:
             weights = self.layer_weights
-            return prefill(self.model, self.cache, rows, num_cached, sequences, weights, self.run_prefill)
-        inputs = prefill_inputs(self.model, self.cache, rows, num_cached, sequences, bucket)
+            return prefill(self.model, self.cache, slots, num_cached, sequences, weights, self.run_prefill)
+
+        inputs = prefill_inputs(self.model, self.cache, slots, num_cached, sequences, bucket)
         if bucket not in self.graph_inputs:
             flat = torch.empty_like(inputs.flat(), device=self.model.embed.device)
             self.graph_inputs[bucket] = (flat, inputs.views(flat))
         flat, on_device = self.graph_inputs[bucket]
         flat.copy_(inputs.flat(), non_blocking=True)
         max_lengths = [bucket.new + bucket.old] * 2
-        work = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
-        return self.prefill_graphs.run(bucket, self.run_prefill, *work)
+        arguments = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
+        return self.prefill_graphs.run(bucket, self.run_prefill, *arguments)
 
-    def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
+    def compute_prompt_logprobs(self, completion: Completion, hidden_TD: Tensor) -> None:
         """Sets the logprob of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         targets = completion.prompt[1:]
-        completion.prompt_logprobs = [None]  # also of one that was stopped, and whose prompt is computed again
+        completion.prompt_token_logprobs = [None]  # also of one that was preempted, whose prompt is computed again
         for start in range(0, len(targets), 256):  # logits of all at once might not fit into memory
             tokens = to_device(targets[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
-            completion.prompt_logprobs += compute_logprobs(logits, tokens, completion.logprobs or 0)
+            completion.prompt_token_logprobs += compute_logprobs(logits, tokens, completion.logprobs or 0)
 
     # -- one step
 
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
-        """Computes one token for each running row; a row that ends is idle afterwards.
+        """One token for each running slot; a slot whose completion ends is idle afterwards.
 
-        Requests that joined while a step was pending get their first token with the next one.
+        With overlap, step n + 1 is launched (execute_model, sample) before the tokens of step n are read (update).
+        Requests that joined while step n was pending get their first token with step n + 1.
 
         Raises: RunError if the model's logits are not finite
         """
-        pending = self.pending
+        current = self.pending
         self.pending = None
         if not self.running:
             return []
-        if pending is None or not pending.completions:
-            pending = self.launch(self.running, self.compute_logits())
+        if current is None or not current.completions:
+            current = self.sample(self.running, self.execute_model())
+        self.force_tool_outputs(current)
 
-        # A tool's ids take the place of the sampled ones before they go in. They are known by now: the host has read
-        # the id that ended the call.
-        for row, completion in pending.completions.items():
-            if completion.tool_result:
-                self.state.tokens[row] = completion.tool_result[0]
+        following = self.schedule(current) if self.overlap else {}
+        if not following:
+            return self.update(current)
+        logits = self.execute_model()
+        if not self.mode.masks:
+            self.pending = self.sample(following, logits)
+            return self.update(current)
 
-        # The device gets the work of the next step before the host reads the ids of this one.
-        following = self.completions_after(pending) if self.overlap else {}
-        logits = self.compute_logits() if following else None
-        if following and not self.kind.masks:
-            self.pending = self.launch(following, logits)
-            return self.finish(pending)
-
-        # A mask says which ids may follow those of this step, so with masks sampling waits until they are read.
-        outputs = self.finish(pending)
-        following = {row: c for row, c in following.items() if not c.reason}
+        # A mask says which ids may follow those of this step, so sampling waits until they are read.
+        outputs = self.update(current)
+        following = {slot: completion for slot, completion in following.items() if not completion.reason}
         if following:
-            self.pending = self.launch(following, logits)
+            self.pending = self.sample(following, logits)
         return outputs
 
-    def completions_after(self, pending: PendingStep) -> dict[int, Completion]:
-        """The completions of the next step: all but those whose last token is pending, whose rows become idle."""
+    def force_tool_outputs(self, current: PendingStep) -> None:
+        """Puts ids of tool outputs in place of sampled ones, as input tokens of the next step.
+
+        They are known by now: the host has read the id that ended the call.
+        """
+        for slot, completion in current.completions.items():
+            if completion.tool_output:
+                self.batch.force(slot, completion.tool_output[0])
+
+    def schedule(self, current: PendingStep) -> dict[int, Completion]:
+        """The completions of the next step: all but those whose last token is pending, whose slots become idle."""
         completions = dict(self.running)
-        for row, completion in pending.completions.items():
+        for slot, completion in current.completions.items():
             if len(completion.tokens) + 1 >= completion.max_tokens:
-                self.state.positions[row] = -1
-                del completions[row]
+                self.batch.positions[slot] = -1
+                del completions[slot]
         return completions
+
+    def execute_model(self) -> Tensor:
+        """The logits (B, V) behind the input tokens, before masks and processors. The next call may overwrite them."""
+        batch = self.batch
+        inputs = (self.decode_cache, batch.tokens, batch.prev_ids, batch.positions, self.layer_weights)
+        logits = self.run_graph("logits", self.decode, self.model, *inputs)
+        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+
+    def sample(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
+        """Samples an id for each slot from logits (B, V), without waiting for the device."""
+        self.batch.set_masks(completions)
+        self.run_graph(self.mode, self.sample_step, self.mode, logits)
+        wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
+        logprobs = compute_logprobs(logits, self.batch.tokens, max(wanted)) if wanted else []  # of the sampled ids
+
+        # Copied without waiting; done is when the copy is complete.
+        cuda = self.batch.sampled.is_cuda
+        sampled = self.batch.sampled.to("cpu", non_blocking=cuda, copy=True)
+        done = torch.cuda.current_stream().record_event() if cuda else None
+        return PendingStep(dict(completions), sampled, done, logprobs)
+
+    def sample_step(self, mode: SamplerMode, logits: Tensor) -> None:
+        """The device's part of sample(): from logits (B, V) to the input tokens of the next step."""
+        batch = self.batch
+        scores = logits.masked_fill(batch.forbidden, -math.inf) if mode.masks else logits
+        if mode.processors:
+            scores = batch.process_logits(scores)
+        if mode.is_greedy:
+            sampled = scores.argmax(-1)
+        else:
+            cuts = (batch.temperature, batch.top_k, batch.top_p)
+            noise = (batch.seeds, batch.positions)
+            min_p = batch.min_p if mode.processors else None
+            sampled = self.sampler(scores, *cuts, *noise, mode.top_k_bound, min_p)
+
+        # If a logit is NaN or infinite, that is what was sampled. x - x is 0 for finite numbers only.
+        logit = logits.gather(1, sampled[:, None])[:, 0]
+        batch.sampled.copy_(sampled).masked_fill_(logit - logit != 0, INVALID_TOKEN)
+        if mode.processors:
+            batch.count(sampled)
+        batch.advance(sampled)
+
+    def update(self, current: PendingStep) -> list[StepOutput]:
+        """Reads the ids of a step and gives them to its completions. Raises: RunError, as of step"""
+        if current.done:
+            current.done.synchronize()
+        sampled = current.sampled.tolist()
+        outputs = []
+        for slot, completion in current.completions.items():
+            self.prefix_cache.tokens[slot].append(completion.input_token())  # which this step computed
+            token = completion.append(sampled[slot], self.tokenizer, self.tool_ids)
+            if token is not None and completion.logprobs is not None:
+                is_forced = completion.forced[-1]
+                logprob = TokenLogprob(0.0, []) if is_forced else current.logprobs[slot]
+                completion.token_logprobs.append(logprob)
+            outputs.append(StepOutput(slot, token, completion.reason))
+        ended = [output.slot for output in outputs if output.reason]
+        if ended:
+            self.release(ended)
+        return outputs
 
     def run_graph(self, key, work: Callable, *arguments):
         """As Graphs.run, where there are graphs."""
         return self.step_graphs.run(key, work, *arguments) if self.step_graphs else work(*arguments)
 
-    def compute_logits(self) -> Tensor:
-        """The logits (B, V) of the ids that go in, before masks and processors. The next call may overwrite them."""
-        state = self.state
-        inputs = (self.decode_cache, state.tokens, state.previous, state.positions, self.layer_weights)
-        logits = self.run_graph("logits", self.decode, self.model, *inputs)
-        return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-
-    def launch(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
-        """Samples an id for each row from logits (B, V). They go in with the next step, except where a tool speaks."""
-        self.state.set_masks(completions)
-        self.run_graph(self.kind, self.sample_step, self.kind, logits)
-        wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
-        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []  # of the ids just sampled
-
-        # Copied without waiting for the device; done is when the copy is complete.
-        cuda = self.state.sampled.is_cuda
-        sampled = self.state.sampled.to("cpu", non_blocking=cuda, copy=True)
-        done = torch.cuda.current_stream().record_event() if cuda else None
-        return PendingStep(dict(completions), sampled, done, logprobs)
-
-    def sample_step(self, kind: StepKind, logits: Tensor) -> None:
-        """The part of a step after its logits (B, V), which writes the ids that go in next into RowState."""
-        state = self.state
-        scores = logits.masked_fill(state.forbidden, -math.inf) if kind.masks else logits
-        if kind.processors:
-            scores = state.process_logits(scores)
-        if kind.num_sorted == GREEDY:
-            sampled = scores.argmax(-1)
-        else:
-            cuts = (state.temperature, state.top_k, state.top_p)
-            noise = (state.seeds, state.positions)
-            min_p = state.min_p if kind.processors else None
-            sampled = self.sample(scores, *cuts, *noise, kind.num_sorted, min_p)
-
-        # The largest of numbers with NaN among them is NaN, so NaN is what was sampled.
-        broken = logits.gather(1, sampled[:, None])[:, 0].isnan()
-        state.sampled.copy_(sampled).masked_fill_(broken, NOT_FINITE)
-        state.previous[1].copy_(state.previous[0])
-        state.previous[0].copy_(state.tokens)
-        state.tokens.copy_(sampled)
-        state.positions.add_(state.positions >= 0)
-
-    def finish(self, pending: PendingStep) -> list[StepOutput]:
-        """Reads the ids of a step and gives them to its completions."""
-        if pending.done:
-            pending.done.synchronize()
-        sampled = pending.sampled.tolist()
-        outputs = []
-        for row, completion in pending.completions.items():
-            self.prefix_cache.tokens[row].append(completion.last_token())  # which this step computed
-            token = completion.accept(sampled[row], self.tokenizer, self.tool_ids)
-            if token is not None and completion.logprobs is not None:
-                by_tool = completion.forced[-1]
-                logprob = TokenLogprob(0.0, []) if by_tool else pending.logprobs[row]
-                completion.token_logprobs.append(logprob)
-            outputs.append(StepOutput(row, token, completion.reason))
-        if ended := [output.row for output in outputs if output.reason]:
-            self.stop(ended)
-        return outputs
-
     # -- requests leave
 
-    def stop(self, rows: list[int]) -> None:
-        """Makes rows idle, whether their completions have ended or not. The prefix cache keeps what they hold."""
-        for row in rows:
-            self.state.positions[row] = -1
-            del self.running[row]
+    def release(self, slots: list[int]) -> None:
+        """Makes slots idle, whether their completions have ended or not. The prefix cache keeps what they hold."""
+        for slot in slots:
+            self.batch.positions[slot] = -1
+            del self.running[slot]
             if self.pending:
-                self.pending.completions.pop(row, None)
-        self.kind = step_kind(self.running.values(), self.tokenizer.vocab_size)
+                self.pending.completions.pop(slot, None)
+        self.mode = sampler_mode(self.running.values(), self.tokenizer.vocab_size)
 
-    def free(self, row: int) -> None:
-        """Stops a row's completion, if it has one, and drops its ids from the prefix cache."""
-        if row in self.running:
-            self.stop([row])
-        self.prefix_cache.tokens[row] = []
+    def evict(self, slot: int) -> None:
+        """Releases a slot, if it is running, and drops its ids from the prefix cache."""
+        if slot in self.running:
+            self.release([slot])
+        self.prefix_cache.tokens[slot] = []
+
+
+# ==== CUDA graphs
 
 
 class Graphs:
@@ -381,7 +405,7 @@ class Graphs:
     def __init__(self):
         self.recorded: dict[Any, tuple] = {}  # by key: the graph, and what the work returned
 
-    def run(self, key, work: Callable, *arguments):
+    def run(self, key, work: Callable, *arguments) -> Tensor | None:
         """What work(*arguments) does and returns, a tensor or None. All runs of a key return the same tensor."""
         if key in self.recorded:
             graph, result = self.recorded[key]

@@ -39,12 +39,15 @@ def run_command(work: Callable[[], dict | None]) -> int:
     message = ""
     try:
         result = work()
-    except RunError as error:
-        message = f"error: {error}"
     except OSError as error:
         message = f"error: {first_line(error)}; fix that, then run the command again"
     except KeyboardInterrupt:
         message = "stopped"
+    except Exception as error:
+        # A run's script has a class of its own for what the user can fix.
+        if not isinstance(error, RunError) and type(error).__name__ != "UserError":
+            raise
+        message = f"error: {error}"
     dist = sys.modules.get("torch.distributed")  # not imported here, as it takes seconds
     if dist and dist.is_initialized():
         dist.destroy_process_group()

@@ -284,7 +284,7 @@ class Protocol:
                     tools=self.chat and fields.response_format.type == "text",
                     seed=fields.seed + len(sequences) * engine.SEED_STRIDE,
                     logprobs=logprobs,
-                    score_prompt=echo and logprobs is not None,
+                    prompt_logprobs=echo and logprobs is not None,
                     top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
@@ -444,9 +444,9 @@ class Answers:
         completion = sequence.completion
         ids = [] if sequence.silent else completion.tokens
         logprobs = completion.token_logprobs
-        if completion.score_prompt:
+        if completion.prompt_logprobs:
             ids = completion.prompt + ids
-            logprobs = completion.prompt_logprobs + logprobs
+            logprobs = completion.prompt_token_logprobs + logprobs
         start = self.num_sent[sequence.index]
         # The model's thread continues meanwhile: an id may be there before its logprob.
         found = list(zip(ids[start:], logprobs[start:], strict=False))

@@ -58,7 +58,7 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
     """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
     try:
         return script.newest_whole(run_dir, print_note, *names)
-    except RunError as error:
+    except script.UserError as error:
         # The script speaks to someone who resumes.
         way = "wait until the run saves one, or name another run"
         raise RunError(str(error).replace("start again without --resume, in another --run-dir", way)) from None
