@@ -5,9 +5,9 @@
     python dev/bench_generate.py @runs/tiny.args --prompt 50 --new 8  any flags of the script, any machine
 
 Greedy unless noted; no answer ends early. "step" is one step with all work of the host, "GPU" the same steps launched
-without reading their tokens in between. "equal" is the share of tokens on which the plain path (no kernels in decoding,
-no graph, nothing compiled) agrees, and "until" the mean index of the first that differs: a near tie that rounding
-decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
+without reading their tokens in between. "equal" is the fraction of tokens on which the plain path (no kernels in
+decoding, no graph, nothing compiled) agrees, and "until" the mean index of the first that differs: a near tie that
+rounding decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
 import contextlib
@@ -136,9 +136,9 @@ COLUMNS = {
 def main() -> dict:
     parser = bench.make_parser("bench_generate.py", __doc__, 1)
     parser.description = __doc__.splitlines()[0]
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="prompts at a time")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=128, help="new tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="batch sizes %(default)s")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt [%(default)s]")
+    parser.add_argument("--new", type=int, default=128, help="new tokens of each prompt [%(default)s]")
     args = parser.parse_args()
     config = bench.make_config(args, 0)
     ranks = ts.start_ranks()

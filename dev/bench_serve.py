@@ -1,8 +1,8 @@
-"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that leave.
+"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that disconnect.
 
-    python runs/serve.py out/RUN --rows 64 --compile &
+    python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
-    python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third leaves
+    python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third disconnects
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
     python dev/bench_serve.py out/RUN --compile --repeats 5
@@ -15,8 +15,9 @@ asks once more for the rest, until the count is full. "short" counts these furth
 clients are threads of processes of their own with plain sockets, so that what is measured is the
 server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
 is read at the start, in the middle and at the end of a soak, and "cpu us" is its processor time for
-each token (Linux). With a run directory the bench starts the server itself, with --rows and --compile
-as given, and ends it. With --repeats the figures are medians. The last line is the result as JSON.
+each token (Linux). With a run directory the bench starts the server itself, with --max-num-seqs
+and --compile as given, and ends it. With --repeats the figures are medians. The last line is the
+result as JSON.
 
 The time to the first token is from the start of a connection to the first event with text.
 Tokens are those that the server counts (usage of a stream), not events, which may hold several.
@@ -350,7 +351,7 @@ def own_server(args):
     with socket.socket() as free:
         free.bind((HOST, 0))
         args.port = free.getsockname()[1]
-    flags = [str(args.run_dir), "--port", str(args.port), "--rows", str(args.rows)]
+    flags = [str(args.run_dir), "--port", str(args.port), "--max-num-seqs", str(args.max_num_seqs)]
     flags += ["--compile"] if args.compile else []
     flags += ["--device", "cpu"] if args.stub is not None else []
     core = None
@@ -377,19 +378,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run_dir", nargs="?", type=Path, help="run to serve (default: a server that runs already)")
-    add("--port", type=int, default=8000, help="of the server on 127.0.0.1")
-    add("--clients", type=int, nargs="+", default=[1, 8, 64])
-    add("--requests", type=int, default=4, help="for each client (one client alone: four times)")
-    add("--repeats", type=int, default=1, help="of each number of clients; shown are medians")
-    add("--tokens", type=int, default=128, help="of each answer")
+    add("--port", type=int, default=8000, help="port of the server on 127.0.0.1 [%(default)s]")
+    add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
+    add("--requests", type=int, default=4, help="requests of each client, of a single one four times as many")
+    add("--repeats", type=int, default=1, help="runs of each number of clients; shown are medians [%(default)s]")
+    add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
-    add("--pid", type=int, help="of the server, for its memory and processor time")
-    add("--processes", type=int, default=4, help="that the clients are spread over")
-    add("--json", type=int, default=0, metavar="N", help="N clients ask for JSON, at most one a process")
-    add("--seed", type=int, default=0)
-    add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
-    add("--rows", type=int, default=64, help="of the bench's own server")
-    add("--compile", action="store_true", help="for the bench's own server")
+    add("--pid", type=int, help="process id of the server, for its memory and processor time")
+    add("--processes", type=int, default=4, help="processes that the clients are spread over [%(default)s]")
+    add("--json", type=int, default=0, metavar="N", help="clients that ask for JSON, at most one a process")
+    add("--seed", type=int, default=0, help="seed of the questions [%(default)s]")
+    add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
+    add("--max-num-seqs", type=int, default=64, help="slots of the bench's own server")
+    add("--compile", action="store_true", help="compiled steps in the bench's own server")
     add("--stub", type=float, metavar="MS",
         help="a model that says random ids; its steps take so many milliseconds of no CPU time")  # fmt: skip
     args = parser.parse_args()
