@@ -43,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     model("--endpoint", metavar="URL", help="address of an OpenAI-compatible server, instead of RUN_DIR")
     add = parser.add_argument
     add("--model", help="model name on the server (default: the first one)")
-    add("--prompt", help="a single message to answer")
+    add("--prompt", help="single message to answer")
     add("--system", default="", help="instructions ahead of the conversation")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
     add("--top-k", type=int, help="number of most likely tokens to sample from; 0: all (default: 50)")

@@ -31,7 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", metavar="NAME", help="attention backend for the prompt")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: that of the run)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="comparison of decoding with the forward pass, and nothing else")
+    add("--check", action="store_true", help="only a comparison of decoding with the forward pass")
     args = parser.parse_args(argv)
     if min(args.tokens - 1, args.temperature, args.top_k) < 0 or not 0 < args.top_p <= 1:
         parser.error("--tokens must be at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")

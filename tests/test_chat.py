@@ -78,9 +78,9 @@ def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch)
     chat, texts = make(system=system, context=256), []
     backend, fed, prefill = chat.backend, [], scheduler.prefill
 
-    def counted(model, cache, rows, starts, texts, *more, **options):
+    def counted(model, cache, slots, starts, texts, *more, **options):
         fed.append(len(texts[0]) - starts[0])
-        prefill(model, cache, rows, starts, texts, *more, **options)
+        prefill(model, cache, slots, starts, texts, *more, **options)
 
     monkeypatch.setattr(scheduler, "prefill", counted)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
@@ -384,7 +384,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     shutil.rmtree(young / "checkpoints")
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
-        ((young,), "has no whole checkpoint; wait until the run saves one"),
+        ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
         (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),

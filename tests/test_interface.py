@@ -13,9 +13,8 @@ from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps,
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 # They take no run, and train or plan with the script of this checkout.
-WITH_OUR_SCRIPT = ("check_nodes.py", "finetune_hf.py", "scaling_plan.py", "train_encoder.py")
-FOLDERS = ("runs", "runs/engine", "runs/lib")
-TOOLS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py") if path.name not in WITH_OUR_SCRIPT)
+WITH_OUR_SCRIPT = "check_nodes finetune_hf scaling_plan train_encoder encoder_config encoder_model train_plain".split()
+TOOLS = sorted(path for path in ROOT.glob("runs/**/*.py") if path.stem not in WITH_OUR_SCRIPT)
 
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
@@ -23,7 +22,7 @@ NAMES = """
     Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
-    build_optimizer train checkpoints newest_whole check_checkpoint load_checkpoint
+    build_optimizer train checkpoints CHECKPOINT_FILES newest_whole check_checkpoint load_checkpoint
     read_config read_description build_parser change_config run_command
 """.split()
 

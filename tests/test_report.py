@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
     path.write_bytes(path.read_bytes()[:-1])
     assert report.main([str(run_dir), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "has no whole checkpoint; wait until the run saves one" in said
+    assert "has no complete checkpoint; wait until the run saves one" in said
     line = next(line for line in said.splitlines() if "no samples" in line)
     assert line in (run_dir / "report.md").read_text() and tables(run_dir)
 

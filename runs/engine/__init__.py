@@ -31,6 +31,6 @@ new), N its sequences, D model width, H heads, K head width, V vocabulary (of th
 from engine.cache import MIN_SHARED_PREFIX, KVCache
 from engine.completion import Completion, StepOutput, TokenLogprob
 from engine.kernel import decode
-from engine.load import INTERFACE, Run, choose_device, import_script, load_run, script_errors
+from engine.load import INTERFACE, Run, choose_device, import_script, load_run
 from engine.prefill import NEW_BUCKETS
 from engine.scheduler import SEED_STRIDE, Decoder, Generator

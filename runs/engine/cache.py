@@ -26,8 +26,8 @@ class KVCache:
     it, writes its second half into both.
     """
 
-    keys: list[Tensor]  # of each attention layer, (B, S, H, K)
-    values: list[Tensor]  # the same
+    keys: dict[int, Tensor]  # by layer, of those with attention: (B, S, H, K)
+    values: dict[int, Tensor]  # the same
     ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
 
     @staticmethod
@@ -35,31 +35,40 @@ class KVCache:
         """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
         ring_sizes = tuple(min(window + 2, max_len + 1) for window in model.windows)
-        sizes = [ring_sizes[int(layer in config.long_layers)] for layer in config.attention_layers]
-        shapes = [(num_slots, size, config.num_heads, config.head_dim) for size in sizes]
-        keys = [model.embed.new_zeros(shape) for shape in shapes]
-        values = [model.embed.new_zeros(shape) for shape in shapes]
+        keys = {}
+        values = {}
+        for layer in config.attention_layers:
+            ring_size = ring_sizes[int(layer in config.long_layers)]
+            shape = (num_slots, ring_size, config.num_heads, config.head_dim)
+            keys[layer] = model.embed.new_zeros(shape)
+            values[layer] = model.embed.new_zeros(shape)
         return KVCache(keys, values, ring_sizes)
+
+    def rings(self) -> list[Tensor]:
+        """Those of all layers, for keys and for values."""
+        return [*self.keys.values(), *self.values.values()]
 
     def first_slots(self, count: int) -> KVCache:
         """The first slots, in the same memory."""
-        keys = [ring[:count] for ring in self.keys]
-        values = [ring[:count] for ring in self.values]
+        keys = {layer: ring[:count] for layer, ring in self.keys.items()}
+        values = {layer: ring[:count] for layer, ring in self.values.items()}
         return KVCache(keys, values, self.ring_sizes)
 
     def clear(self, slots: list[int]) -> None:
         """Zeroes slots. Old keys are masked, but infinities and NaN would get through a mask."""
         if slots:
-            index = to_device(slots, self.keys[0].device)
-            for ring in (*self.keys, *self.values):
+            rings = self.rings()
+            index = to_device(slots, rings[0].device)
+            for ring in rings:
                 ring[index] = 0
 
     def copy(self, sources: dict[int, int]) -> None:
         """Copies slots: {to: from}."""
         if sources:
-            target = to_device(list(sources), self.keys[0].device)
-            source = to_device(list(sources.values()), self.keys[0].device)
-            for ring in (*self.keys, *self.values):
+            rings = self.rings()
+            target = to_device(list(sources), rings[0].device)
+            source = to_device(list(sources.values()), rings[0].device)
+            for ring in rings:
                 ring[target] = ring[source]
 
 

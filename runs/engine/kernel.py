@@ -28,7 +28,7 @@ def decode(
 
     def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
         has_offset = layer in model.config.key_offset_layers
-        return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, has_offset)
+        return decode_attention(q, k, v, cache.keys[layer], cache.values[layer], positions_B, has_offset)
 
     hidden = model.trunk(tokens_B, prev_ids_2B, positions_B.clamp(min=0), attend, layer_weights)
     return model.logits(hidden)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -29,8 +28,8 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        found = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
-        raise RunError(f"{run_dir} is no run directory: {found}; name another")
+        problem = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
+        raise RunError(f"{run_dir} is no run directory: {problem}; name another")
     # A name of its own for each path, as a second run must not replace the module of the first.
     name = re.sub(r"\W+", "_", f"run {scripts[0].resolve().with_suffix('')}")
     spec = importlib.util.spec_from_file_location(name, scripts[0])
@@ -47,15 +46,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def script_errors(script: ModuleType):
-    """Turns the UserError of a run's script, a class of its own, into the RunError that tools catch."""
-    try:
-        yield
-    except script.UserError as error:
-        raise RunError(str(error)) from None
-
-
 @dataclass(frozen=True)
 class Run:
     script: ModuleType  # of the run directory
@@ -70,27 +60,26 @@ def load_run(run_dir: str | Path, step: int | None = None, device: str | None = 
 
     Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
             script's Config that may differ between machines, such as dtype; None changes nothing
-    Raises: RunError if the run, the step or the device is missing
+    Raises: RunError if the run, the step or the device is missing; UserError of the script, see lib/command.py
     """
     run_dir = Path(run_dir)
     script = import_script(run_dir)
-    with script_errors(script):
-        checkpoint = choose_checkpoint(script, run_dir, step)
-        changes = {name: value for name, value in changes.items() if value is not None}
-        config = dataclasses.replace(script.read_config(run_dir), **changes)
-        ranks = script.start_ranks()
-        device = choose_device(device) if device else ranks.device
-        try:
-            model = load_model(script, config, checkpoint, device)
-        except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
-            raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
-        model.attention = script.choose_attention(model, lambda text: None)
-        tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
+    checkpoint = choose_checkpoint(script, run_dir, step)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    config = dataclasses.replace(script.read_config(run_dir), **changes)
+    ranks = script.start_ranks()
+    device = choose_device(device) if device else ranks.device
+    try:
+        model = load_model(script, config, checkpoint, device)
+    except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
+        raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
+    model.attention = script.choose_attention(model, lambda text: None)
+    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
     return Run(script, model, tokenizer, config, int(checkpoint.name[5:]))
 
 
 def choose_checkpoint(script: ModuleType, run_dir: Path, step: int | None) -> Path:
-    """The folder of a step's checkpoint, or of the newest one that is complete. Raises: RunError, script.UserError"""
+    """The folder of a step's checkpoint, or of the newest complete one. Raises: RunError, UserError of the script"""
     files = ("model.safetensors",)
     if step is None:
         return newest_checkpoint(script, run_dir, files)

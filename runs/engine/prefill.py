@@ -14,13 +14,55 @@ from torch import Tensor
 
 from engine.cache import KVCache, SlotPlan, to_device
 
+# ==== Batches and buckets
+
 # Prompt tokens computed at once; a longer prompt is a batch of its own. A GPU waits for the host between batches, so
 # its batches are larger.
 MAX_PREFILL_TOKENS = 16384
 MAX_PREFILL_TOKENS_CUDA = 65536
 
 
-# ==== The plan
+def prefill_batches(plans: list[SlotPlan], max_tokens: int) -> Iterator[list[SlotPlan]]:
+    """The plans that leave something to compute, in batches of sequences with at most max_tokens tokens together.
+
+    A longer sequence is a batch of its own.
+    """
+    waiting = [plan for plan in plans if len(plan.ids) > plan.num_cached]
+    while waiting:
+        totals = np.cumsum([len(plan.ids) for plan in waiting])
+        count = max(1, int((totals <= max_tokens).sum()))
+        yield waiting[:count]
+        waiting = waiting[count:]
+
+
+class PrefillBucket(NamedTuple):
+    """Sizes that a prefill is padded to, so that one CUDA graph serves all that fit."""
+
+    sequences: int  # without the padding
+    new: int  # tokens
+    old: int  # keys read from a ring
+
+
+# Above the largest of these the device is busy for longer than the host needs to launch a prefill.
+NEW_BUCKETS = (128, 256, 512, 1024, 2048, 4096)
+OLD_BUCKETS = (0, 1024, 4096)
+
+
+def choose_bucket(
+    num_cached: list[int], sequences: list[list[int]], max_sequences: int, window: int
+) -> PrefillBucket | None:
+    """The smallest bucket for a prefill; None if it is too long for all, so that it runs without a graph.
+
+    Args: num_cached, sequences as of prefill; max_sequences in a prefill of the bucket; window the longest of the model
+    """
+    new = sum(map(len, sequences)) - sum(num_cached)
+    old = sum(min(count, window) for count in num_cached)
+    new_sizes = [size for size in NEW_BUCKETS if size >= new]
+    old_sizes = [size for size in OLD_BUCKETS if size >= old]
+    return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
+
+
+# ==== The host's plan
 
 
 class RingPlan(NamedTuple):
@@ -97,50 +139,33 @@ class PrefillInputs(NamedTuple):
         return PrefillInputs(*own, (short, long))
 
 
-class PackedLayout(NamedTuple):
-    """The packed sequences of a RingPlan: an int64 array for each property, bool for is_old."""
-
-    cu_seqlens: np.ndarray  # (N + 2,)
-    sequence: np.ndarray  # (P,) which sequence each packed token is in
-    packed_positions: np.ndarray  # (P,) where in the packed one
-    positions: np.ndarray  # (P,) where in the whole one
-    is_old: np.ndarray  # (P,) whether its key comes from the ring
-
-
-def packed_layout(num_cached, lengths, window: int, bucket: PrefillBucket | None) -> PackedLayout:
-    """Puts the cached tokens that new ones can see and the new ones behind each other; arguments as of plan_ring."""
-    num_old = np.minimum(num_cached, window)  # older keys are out of sight
-    if bucket:
-        num_old[-1] = bucket.old - num_old[:-1].sum()  # padding, which reads whatever lies in its slot
-    packed_lengths = num_old + lengths - num_cached
-    cu_seqlens = np.cumsum([0, *packed_lengths])
-
-    sequence = np.repeat(np.arange(len(lengths)), packed_lengths)
-    packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
-    positions = packed_positions + (num_cached - num_old)[sequence]
-    is_old = packed_positions < num_old[sequence]
-    return PackedLayout(cu_seqlens, sequence, packed_positions, positions, is_old)
-
-
 def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: PrefillBucket | None) -> RingPlan:
     """The plan for rings of one window, in arrays, as long as a bucket says if there is one.
 
     Args:  slots, num_cached, lengths (N + 1,) int64 arrays: slot of each sequence, how many of its tokens the slot
            holds, and how many it has. The last sequence is padding, which is never stored.
     """
-    layout = packed_layout(num_cached, lengths, window, bucket)
-    is_new = ~layout.is_old
-    cells = slots[layout.sequence] * ring_size + layout.positions % ring_size
+    num_old = np.minimum(num_cached, window)  # older keys are out of sight
+    if bucket:
+        num_old[-1] = bucket.old - num_old[:-1].sum()  # padding, which reads whatever lies in its slot
+    packed_lengths = num_old + lengths - num_cached
+    cu_seqlens = np.cumsum([0, *packed_lengths])
+
+    # Of every packed token: its sequence, where it is in the packed one and in the whole one, whether its key is old,
+    # and its cell.
+    sequence = np.repeat(np.arange(len(slots)), packed_lengths)
+    packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
+    positions = packed_positions + (num_cached - num_old)[sequence]
+    is_old = packed_positions < num_old[sequence]
+    cells = slots[sequence] * ring_size + positions % ring_size
 
     # The ring keeps the last S - 1 tokens; one cell stays free for the token that comes next.
-    new_sequence = layout.sequence[is_new]
-    is_recent = layout.positions[is_new] > lengths[new_sequence] - ring_size
+    new_sequence = sequence[~is_old]
+    is_recent = positions[~is_old] > lengths[new_sequence] - ring_size
     is_padding = new_sequence == len(slots) - 1
     kept_new = (is_recent & ~is_padding).nonzero()[0]
     first_new_cells = (slots * ring_size + num_cached % ring_size)[:-1]
     lookahead_cells = (slots * ring_size + lengths % ring_size)[:-1]
-
-    cu_seqlens = layout.cu_seqlens
     if bucket:
         kept_new = repeat_first(kept_new, bucket.new)
         first_new_cells = repeat_first(first_new_cells, bucket.sequences)
@@ -148,13 +173,13 @@ def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: P
         cu_seqlens = np.pad(cu_seqlens, (0, bucket.sequences + 2 - len(cu_seqlens)), mode="edge")
 
     return RingPlan(
-        packed_positions=layout.packed_positions,
+        packed_positions=packed_positions,
         cu_seqlens=cu_seqlens,
-        old_index=layout.is_old.nonzero()[0],
-        new_index=is_new.nonzero()[0],
-        old_cells=cells[layout.is_old],
+        old_index=is_old.nonzero()[0],
+        new_index=(~is_old).nonzero()[0],
+        old_cells=cells[is_old],
         kept_new=kept_new,
-        kept_cells=cells[is_new][kept_new],
+        kept_cells=cells[~is_old][kept_new],
         first_new_cells=first_new_cells,
         lookahead_cells=lookahead_cells,
     )
@@ -207,7 +232,7 @@ def prefill_inputs(
     )
 
 
-# ==== The work
+# ==== The device's work
 
 
 def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[int], layer_weights=None) -> Tensor:
@@ -228,8 +253,8 @@ def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[
     def attend(index, layer, q, k, v):  # (T, H, K) -> (T, H, K)
         long = int(layer in config.long_layers)
         plan = inputs.plans[long]
-        keys = cache.keys[index].flatten(0, 1)
-        values = cache.values[index].flatten(0, 1)
+        keys = cache.keys[layer].flatten(0, 1)
+        values = cache.values[layer].flatten(0, 1)
 
         has_offset = layer in config.key_offset_layers
         if has_offset:
@@ -265,46 +290,3 @@ def prefill(
     max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]
     on_device = inputs.views(to_device(inputs.flat(), model.embed.device))
     return run(model, cache, on_device, max_lengths, layer_weights)
-
-
-# ==== Batches
-
-
-class PrefillBucket(NamedTuple):
-    """Sizes that a prefill is padded to, so that one CUDA graph serves all that fit."""
-
-    sequences: int  # without the padding
-    new: int  # tokens
-    old: int  # keys read from a ring
-
-
-# Above the largest of these the device is busy for longer than the host needs to launch a prefill.
-NEW_BUCKETS = (128, 256, 512, 1024, 2048, 4096)
-OLD_BUCKETS = (0, 1024, 4096)
-
-
-def choose_bucket(
-    num_cached: list[int], sequences: list[list[int]], max_sequences: int, window: int
-) -> PrefillBucket | None:
-    """The smallest bucket for a prefill; None if it is too long for all, so that it runs without a graph.
-
-    Args: num_cached, sequences as of prefill; max_sequences in a prefill of the bucket; window the longest of the model
-    """
-    new = sum(map(len, sequences)) - sum(num_cached)
-    old = sum(min(count, window) for count in num_cached)
-    new_sizes = [size for size in NEW_BUCKETS if size >= new]
-    old_sizes = [size for size in OLD_BUCKETS if size >= old]
-    return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
-
-
-def prefill_batches(plans: list[SlotPlan], max_tokens: int) -> Iterator[list[SlotPlan]]:
-    """The plans that leave something to compute, in batches of sequences with at most max_tokens tokens together.
-
-    A longer sequence is a batch of its own.
-    """
-    waiting = [plan for plan in plans if len(plan.ids) > plan.num_cached]
-    while waiting:
-        totals = np.cumsum([len(plan.ids) for plan in waiting])
-        count = max(1, int((totals <= max_tokens).sum()))
-        yield waiting[:count]
-        waiting = waiting[count:]

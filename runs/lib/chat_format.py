@@ -76,7 +76,7 @@ def render(tokenizer, turns: list[Turn]) -> list[int]:
         elif isinstance(content, str):
             content = tokenizer.encode(content)
         ids += [special[f"<|{role}_start|>"], *content, special[f"<|{role}_end|>"]]
-    if role == "assistant":
+    if turns[-1][0] == "assistant":
         return ids[:-1]
     return [*ids, special[ASSISTANT_START]]
 
@@ -129,7 +129,7 @@ class Detokenizer:
         self.stops = stops
         self.keep = max(map(len, stops), default=1) - 1
         specials = tokenizer.specials
-        self.marks = {specials[name]: name for name in CALL_TOKENS if name in specials}
+        self.special_names = {specials[name]: name for name in CALL_TOKENS if name in specials}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.call_closed = False  # the call is written, and a result may follow
@@ -138,21 +138,21 @@ class Detokenizer:
 
     def add(self, token: int, forced: bool) -> list[tuple[str, str]]:
         """The deltas that a token completes, some of one character; `forced` as in Completion."""
-        mark = self.marks.get(token, "")
-        if not (mark or self.call_closed or self.stops):  # as nearly always
+        special = self.special_names.get(token, "")
+        if not (special or self.call_closed or self.stops):  # as nearly always
             text = self.decoder.decode(self.bytes[token])
             return [(self.part, text)] if text else []
-        if self.call_closed and mark != "<|output_start|>":
+        if self.call_closed and special != "<|output_start|>":
             self.append(b"]")  # a call without a result
             self.part = "text"
-        self.call_closed = mark == "<|python_end|>"
-        if mark == "<|python_start|>":
+        self.call_closed = special == "<|python_end|>"
+        if special == "<|python_start|>":
             self.part = "python"
-        elif mark == "<|output_start|>":
-            # A model can write this mark itself; then no result of the calculator follows.
+        elif special == "<|output_start|>":
+            # A model can sample this token itself; then no output of the calculator follows.
             self.part = "python_output" if forced else "text"
-        self.append(CALL_TOKENS[mark].encode() if mark else self.bytes[token])
-        if mark == "<|output_end|>":
+        self.append(CALL_TOKENS[special].encode() if special else self.bytes[token])
+        if special == "<|output_end|>":
             self.part = "text"
         return self.release(self.keep)
 
@@ -167,9 +167,9 @@ class Detokenizer:
     def release(self, keep: int) -> list[tuple[str, str]]:
         """Takes out of the buffer all but `keep` characters, or all before a stop string."""
         text = "".join(character for _, character in self.buffer)
-        found = [text.find(stop) for stop in self.stops if stop in text]
-        self.stopped = bool(found)
-        end = min(found, default=max(0, len(text) - keep))
+        starts = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(starts)
+        end = min(starts, default=max(0, len(text) - keep))
         deltas = self.buffer[:end]
         self.buffer = self.buffer[end:]
         return deltas

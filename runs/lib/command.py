@@ -1,8 +1,9 @@
-"""What the commands share: errors as one sentence, an exit code, and flags from settings. It needs no PyTorch."""
+"""What the commands share: error messages, an exit code, and flags from settings. It needs no PyTorch."""
 
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,33 +34,49 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def error_message(error: Exception) -> str:
+    """What to print for an error that the user can fix, "" for a fault of the program."""
+    # Training scripts, also those in run directories, stand alone, so each has a UserError of its own.
+    if isinstance(error, RunError) or type(error).__name__ == "UserError":
+        return str(error)
+
+    torch = sys.modules.get("torch")  # not imported here, as it takes seconds
+    if torch and isinstance(error, torch.OutOfMemoryError):
+        return "the device ran out of memory; use smaller batches, see --help and runs/TROUBLESHOOTING.md"
+    is_lost = torch and isinstance(error, torch.distributed.DistError)  # another process has ended
+    if is_lost or isinstance(error, OSError) or re.search("gloo|No space left", str(error)):
+        return f"{first_line(error)}; fix that, then run the command again"
+    return ""
+
+
 def run_command(work: Callable[[], dict | None]) -> int:
     """Prints what work() returns as one JSON object on the last line, or its error; returns the exit code."""
     result = None
     message = ""
+    code = 0
     try:
         result = work()
-    except OSError as error:
-        message = f"error: {first_line(error)}; fix that, then run the command again"
     except KeyboardInterrupt:
         message = "stopped"
+        code = 130
     except Exception as error:
-        # A run's script has a class of its own for what the user can fix.
-        if not isinstance(error, RunError) and type(error).__name__ != "UserError":
+        message = error_message(error)
+        code = 1
+        if not message:
             raise
-        message = f"error: {error}"
-    dist = sys.modules.get("torch.distributed")  # not imported here, as it takes seconds
-    if dist and dist.is_initialized():
-        dist.destroy_process_group()
+        message = f"error: {message}"
+    finally:
+        dist = sys.modules.get("torch.distributed")
+        if dist and dist.is_initialized():
+            dist.destroy_process_group()
 
     if message:
         if not is_main():
             time.sleep(3)  # by then torchrun has ended this process, and the message of the first one is enough
         print_note(message)
-        return 130 if message == "stopped" else 1
-    if result is not None:
+    elif result is not None:
         say(json.dumps(result))
-    return 0
+    return code
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:

@@ -145,27 +145,11 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON are
 # Fields of other servers that would change an answer, with values that change nothing. No empty value does.
 UNSUPPORTED = {
-    "suffix": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": (),
-    "structured_outputs": (),
-    "json_schema": (),
-    "min_tokens": (),
-    "ignore_eos": (),
-    "stop_token_ids": (),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "best_of": (1,),
-}
-TOOLS = {
-    "tools": (),
-    "functions": (),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-}
+    "suffix": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (),
+    "structured_outputs": (), "json_schema": (), "min_tokens": (), "ignore_eos": (), "stop_token_ids": (),
+    "repetition_penalty": (1,), "repeat_penalty": (1,), "best_of": (1,),
+}  # fmt: skip
+TOOLS = {"tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto")}
 
 
 class Message(BaseModel, strict=True):
@@ -287,8 +271,8 @@ class Protocol:
         """The answers to some prompts. Raises: APIError"""
         count = fields.n * len(prompts)
         if fields.model not in ("", self.name):
-            wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
-            raise APIError(404, wrong, "model", "model_not_found")
+            problem = f"there is no model {shorten(fields.model)} here, only {self.name}"
+            raise APIError(404, problem, "model", "model_not_found")
         if count > self.max_choices:
             raise APIError(400, f"the request asks for {count:,} answers; at most {self.max_choices} work", "n")
         fields.max_tokens = min(fields.max_tokens, self.max_len) if fields.max_tokens >= 0 else self.max_len
@@ -297,8 +281,8 @@ class Protocol:
         sequences = []
         for prompt in prompts:
             if len(prompt) > self.max_len:
-                wrong = f"the context of this model is {self.max_len:,} tokens but the prompt has {len(prompt):,}"
-                raise APIError(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
+                problem = f"the context of this model is {self.max_len:,} tokens but the prompt has {len(prompt):,}"
+                raise APIError(400, f"{problem}; shorten it", fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -325,8 +309,8 @@ class Protocol:
         try:
             mask = json_schema.Mask.from_schema(schema, self.vocabulary, max_chars=request.fields.max_tokens)
         except ValueError as error:
-            wrong = f"response_format: this schema does not work here ({error})"
-            raise APIError(400, wrong, "response_format") from None
+            problem = f"response_format: this schema does not work here ({error})"
+            raise APIError(400, problem, "response_format") from None
         for sequence in request.sequences:
             sequence.completion.mask = mask.copy()
 
@@ -386,11 +370,12 @@ class Sent:
 
 
 class Answers:
-    """The JSON of the answers to one request; subclasses know the form of an endpoint."""
+    """The JSON of the answers to one request.
 
-    id_prefix: ClassVar[str]
-    object: ClassVar[str]
-    stream_object: ClassVar[str]
+    A subclass has the form of an endpoint: content(text) is the field of a choice with a whole answer, delta(text,
+    part) that with what is new in a stream (without arguments: nothing), and logprobs_json(sent, tokens) what logprobs
+    hold of the tokens, pairs of an id and its engine.TokenLogprob, that follow those of the last call.
+    """
 
     def __init__(self, request: Request, model: str, tokenizer):
         self.request = request
@@ -407,21 +392,9 @@ class Answers:
         head = self.head | {"usage": None} if self.with_usage else self.head
         self.event_start = f"data: {json.dumps(head)[:-1]}, "
 
-    def content(self, text: str) -> dict:
-        """The field of a choice that holds a whole answer."""
-        raise NotImplementedError
-
-    def delta(self, text: str = "", part: str = "") -> dict:
-        """The field of a choice that holds what is new in a stream; without arguments that of the last event."""
-        raise NotImplementedError
-
     def first_events(self) -> str:
         """The events of a stream before the first token."""
         return ""
-
-    def logprobs_json(self, sequence: Sequence, tokens: list[tuple[int, engine.TokenLogprob | None]]) -> dict:
-        """The field logprobs of a choice, for tokens that follow those of the last call."""
-        raise NotImplementedError
 
     def whole(self) -> dict:
         """The answer to a request without stream, once all sequences are done."""
@@ -498,7 +471,7 @@ class Answers:
         # The model's thread continues meanwhile: a token may be there before its logprob.
         tokens = list(zip(ids[sent.num_logprobs :], logprobs[sent.num_logprobs :], strict=False))
         sent.num_logprobs += len(tokens)
-        return self.logprobs_json(sequence, tokens)
+        return self.logprobs_json(sent, tokens)
 
     def text_of(self, token: int) -> str:
         """The text of one token; bytes that are no whole character become U+FFFD."""
@@ -526,7 +499,7 @@ class ChatAnswers(Answers):
         role = {"delta": {"content": "", "role": "assistant"}}
         return "".join(self.event(sequence, role) for sequence in self.request.sequences)
 
-    def logprobs_json(self, sequence: Sequence, tokens: list[tuple[int, engine.TokenLogprob | None]]) -> dict:
+    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
         content = []
         for token, entry in tokens:
             top = [self.logprob_json(other, logprob) for other, logprob in entry.top[: self.request.logprobs]]
@@ -550,9 +523,8 @@ class TextAnswers(Answers):
     def delta(self, text: str = "", part: str = "") -> dict:
         return {"text": text}
 
-    def logprobs_json(self, sequence: Sequence, tokens: list[tuple[int, engine.TokenLogprob | None]]) -> dict:
+    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
         """The first token of a prompt has no logprob."""
-        sent = self.sent[sequence.index]
         result = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in tokens:
             text = self.text_of(token)

@@ -54,14 +54,18 @@ def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
     return dataset
 
 
-def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
-    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
+def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] | None = None) -> Path:
+    """The newest complete checkpoint of a run; says which ones are skipped.
+
+    Args:   names: files that the tool reads, whose hashes are checked; None: all
+    Raises: RunError if there is none
+    """
+    script.read_description(run_dir)  # says what is wrong with the run itself
     try:
-        return script.newest_whole(run_dir, print_note, *names)
-    except script.UserError as error:
-        # The script speaks to someone who resumes.
+        return script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
+    except script.UserError:
         way = "wait until the run saves one, or name another run"
-        raise RunError(str(error).replace("start again without --resume, in another --run-dir", way)) from None
+        raise RunError(f"{run_dir} has no complete checkpoint; {way}") from None
 
 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
