@@ -136,10 +136,10 @@ class Local(OwnModel):
         try:
             self.decoder.add_requests({0: completion})
             while not completion.reason:
-                (event,) = self.decoder.step()
-                if event.token is not None:
-                    answer["ids"].append(event.token)
-                    for _, text in detokenizer.add(event.token, completion.forced[-1]):
+                (output,) = self.decoder.step()
+                if output.token is not None:
+                    answer["ids"].append(output.token)
+                    for _, text in detokenizer.add(output.token, completion.forced[-1]):
                         show(text)
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step

@@ -117,33 +117,16 @@ class Server(uvicorn.Server):
         except (RuntimeError, MemoryError) as error:
             problem = f"{max_num_seqs:,} slots do not fit into memory ({first_line(error)})"
             raise RunError(f"{problem}; use a smaller --max-num-seqs") from None
-        max_len = self.worker.decoder.max_len
-        chat = is_chat_run(run_dir)
         max_choices = max_num_seqs + args.max_queue_size
-        self.protocol = Protocol(self.name, self.tokenizer, max_len, chat, max_choices)
+        max_len = self.worker.decoder.max_len
+        self.protocol = Protocol(self.name, self.tokenizer, max_len, is_chat_run(run_dir), max_choices)
         self.compilers = ThreadPoolExecutor(COMPILERS)
-        model = {
-            "id": self.name,
-            "object": "model",
-            "owned_by": "local",
-            "created": int(time.time()),
-            "max_model_len": max_len,
-            "chat": chat,
-        }
-        routes = [
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
-            Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
-            Route("/v1/chat/completions", partial(self.post, self.protocol.prepare_chat), methods=["POST"]),
-            Route("/v1/completions", partial(self.post, self.protocol.prepare_texts), methods=["POST"]),
-            Route("/tokenize", partial(self.post, self.protocol.tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
-        ]
+
         self.key = args.api_key
         self.hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
-        self.paths = {route.path for route in routes}  # that are counted by name
         self.origins = [origin.rstrip("/") for origin in args.allow_origin]
+        routes = self.routes()
+        self.paths = {route.path for route in routes}  # that are counted by name
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, exception_handlers=handlers)
         app = CORSMiddleware(self.gate, allow_origins=self.origins, allow_methods=["*"], allow_headers=["*"])
@@ -165,6 +148,26 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(args.shutdown_timeout) + 2,
         )
         super().__init__(config)
+
+    def routes(self) -> list[Route]:
+        model = {
+            "id": self.name,
+            "object": "model",
+            "owned_by": "local",
+            "created": int(time.time()),
+            "max_model_len": self.protocol.max_len,
+            "chat": self.protocol.chat,
+        }
+        return [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
+            Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
+            Route("/v1/chat/completions", partial(self.post, self.protocol.prepare_chat), methods=["POST"]),
+            Route("/v1/completions", partial(self.post, self.protocol.prepare_texts), methods=["POST"]),
+            Route("/tokenize", partial(self.post, self.protocol.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
+        ]
 
     async def gate(self, scope, receive, send) -> None:
         """Counts requests, and keeps out other web pages (see the top) and those without the key."""

@@ -49,11 +49,11 @@ def make(bpe, tmp_path):  # noqa: F811
     return build
 
 
-def argmax_answer(backend, ids, most) -> list[int]:
+def argmax_answer(backend, ids, max_tokens) -> list[int]:
     """Reference: every token from a full forward over the whole conversation, without a cache."""
     tools = ("python_start", "python_end", "output_start", "output_end")
     new, stops = [], {i for name, i in backend.tokenizer.specials.items() if name[2:-2] not in tools}
-    while len(new) < most:
+    while len(new) < max_tokens:
         row = logits(backend.model, [*ids, *new])[-1, : backend.tokenizer.vocab_size]
         token = row.argmax().item()
         if token in stops:

@@ -114,10 +114,12 @@ class PrefixCache:
 
         Returns: plans of shared slots whose prefix must be computed first
         """
+        if not self.shared:
+            return []
         new_prefixes = []
         sources = set()
         earlier = self.tokens[: self.num_slots]  # sequences
-        for plan in plans if self.shared else ():
+        for plan in plans:
             source = max(self.shared, key=lambda shared: self.match(shared, plan.ids))
             num_shared = self.match(source, plan.ids)
 

@@ -5,6 +5,7 @@ The host plans with numpy (prefill_inputs), one copy brings the plan to the devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -209,7 +210,8 @@ def prefill_inputs(
         prev2_ids += [0, 0, *sequence[:-2]][start : len(sequence)]
 
     # Padding is one more sequence; sdpa_attention works in blocks of equal size.
-    padding = (bucket.new if bucket else -(-len(tokens) // 128) * 128) - len(tokens)
+    padded_length = bucket.new if bucket else math.ceil(len(tokens) / 128) * 128
+    padding = padded_length - len(tokens)
     slots_N1 = np.array([*slots, slots[0]])
     starts_N1 = np.array([*num_cached, 0])
     ends_N1 = np.array([*map(len, sequences), padding])

@@ -47,7 +47,8 @@ class InputBatch:
     """What a step reads of each slot: tensors that are only written in place, as graphs hold their addresses."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
-        padded = -(-num_slots // 4) * 4  # so that each begins at a multiple of 16 bytes, else compiled code copies it
+        # Each tensor of a slot begins at a multiple of 16 bytes, else compiled code copies it.
+        padded = math.ceil(num_slots / 4) * 4
         self.integers = torch.zeros(6, padded, dtype=torch.long, device=device)[:, :num_slots]
         self.tokens = self.integers[0]  # the input token, and in prev_ids the two ids before it
         self.prev_ids = self.integers[1:3]

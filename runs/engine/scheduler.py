@@ -325,8 +325,10 @@ class Decoder:
         """Samples an id for each slot from logits (B, V), without waiting for the device."""
         self.batch.set_masks(completions)
         self.run_graph(self.mode, self.sample_step, self.mode, logits)
-        wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
-        logprobs = compute_logprobs(logits, self.batch.tokens, max(wanted)) if wanted else []  # of the sampled ids
+        logprobs = []
+        num_top = [c.logprobs for c in completions.values() if c.logprobs is not None]
+        if num_top:  # of the ids just sampled, which are input tokens now
+            logprobs = compute_logprobs(logits, self.batch.tokens, max(num_top))
 
         # Copied without waiting; done is when the copy is complete.
         cuda = self.batch.sampled.is_cuda
