@@ -166,13 +166,10 @@ def chat_page(client, model: str):
         fields = {"model": model, "messages": messages, **sampling(*values)}
         async for text, note, error in stream_answer(client.chat.completions.create, fields):
             # As a message of its own, since gradio's own errors cover the conversation.
-            message = {"role": "assistant", "content": error, "metadata": {"title": "Error"}}
-            if not error:
-                yield [text], note
-            elif text:
-                yield [text, message], note
-            else:
-                yield [message], note
+            parts = [text] if text or not error else []
+            if error:
+                parts.append({"role": "assistant", "content": error, "metadata": {"title": "Error"}})
+            yield parts, note
 
     with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
         with gr.Sidebar(position="right", open=False):
