@@ -19,14 +19,14 @@ class KVCache:
 
     A ring has room for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
     Keys are stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the
-    next one, or longest sequence + 1 if less.
+    next one, or max_len + 1 if that is less.
 
     In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
     its key into its own cell, and the second half into the next one. The first token of a text, which has none before
     it, writes its second half into both.
     """
 
-    keys: dict[int, Tensor]  # by layer, of those with attention: (B, S, H, K)
+    keys: dict[int, Tensor]  # of each layer with attention, (B, S, H, K)
     values: dict[int, Tensor]  # the same
     ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
 
@@ -83,7 +83,7 @@ class SlotPlan:
 
     slot: int
     ids: list[int]  # that it holds in the end
-    num_cached: int = 0  # so many of them are in the cache: in this slot, or in `source`
+    num_cached: int = 0  # how many of them the cache holds: in this slot, or in `source`
     source: int | None = None  # a shared slot, which is copied into this one first
     completion: Completion | None = None  # None: the slot is a shared one
 

@@ -34,7 +34,7 @@ class Completion:
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
-    logprobs: int | None = None  # keep the logprob of each new id, and of so many top tokens
+    logprobs: int | None = None  # keep the logprob of each new id and of this many top tokens
     prompt_logprobs: bool = False  # with logprobs: also those of the prompt's ids
     mask: Any = None  # a json_schema.Mask: which ids may come next
 

@@ -160,7 +160,7 @@ def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: P
     is_old = packed_positions < num_old[sequence]
     cells = slots[sequence] * ring_size + positions % ring_size
 
-    # The ring keeps the last S - 1 tokens; one cell stays free for the token that comes next.
+    # The ring keeps the last S - 1 tokens; one cell stays free for the next token.
     new_sequence = sequence[~is_old]
     is_recent = positions[~is_old] > lengths[new_sequence] - ring_size
     is_padding = new_sequence == len(slots) - 1

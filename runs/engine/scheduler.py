@@ -57,8 +57,9 @@ class Generator:
         try:
             while waiting or decoder.running:
                 # A prefill holds the other slots up, so several requests join together.
+                min_joining = min(len(waiting), max(1, decoder.num_slots // 8))
                 idle = [slot for slot in range(decoder.num_slots) if slot not in decoder.running]
-                if waiting and len(idle) >= min(len(waiting), max(1, decoder.num_slots // 8)):
+                if waiting and len(idle) >= min_joining:
                     decoder.add_requests({slot: waiting.pop() for slot in idle[: len(waiting)]})
                 yield decoder.step()
         finally:
@@ -190,7 +191,7 @@ class Decoder:
         Raises:  RunError if a prompt does not fit its slot
         """
         plans = []
-        reusing = []  # of those that may start from what the cache holds
+        reusing = []  # the plans that may start from what the cache holds
         for slot, completion in completions.items():
             assert slot not in self.running, f"slot {slot} is taken"
             completion.fit(self.max_len)

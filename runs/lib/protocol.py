@@ -76,7 +76,7 @@ class Request:
 
     sequences: list[Sequence]
     fields: "ChatFields | TextFields"
-    logprobs: int | None  # so many top tokens beside each token; None: no logprobs
+    logprobs: int | None  # number of top tokens beside each token; None: no logprobs
 
     # For the model's thread: sequences without a slot, and how many have one.
     waiting: deque[Sequence] = field(default_factory=deque)

@@ -154,7 +154,7 @@ class Worker(threading.Thread):
         self.guard(self.decode, self.sequences)
 
     def guard(self, work: Callable, sequences: dict[int, Sequence]) -> None:
-        """Runs work(). If it fails, the requests of these sequences get an error, and the server goes on."""
+        """Runs work(). If it fails, the requests of these sequences get an error, and the server continues."""
         try:
             work()
         except Exception:
