@@ -5,9 +5,9 @@
     python dev/bench_generate.py @runs/tiny.args --prompt 50 --new 8  any flags of the script, any machine
 
 Greedy unless noted; no answer ends early. "step" is one step with all work of the host, "GPU" the same steps launched
-without reading their tokens in between. "equal" is the share of tokens on which the plain path (no kernels in decoding,
-no graph, nothing compiled) agrees, and "until" the mean index of the first that differs: a near tie that rounding
-decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
+without reading their tokens in between. "equal" is the fraction of tokens on which the plain path (no kernels in
+decoding, no graph, nothing compiled) agrees, and "until" the mean index of the first that differs: a near tie that
+rounding decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+import engine
 import torch
-from lib import engine
+from engine import kernel
 
 from dev import bench
 
@@ -54,9 +55,9 @@ def timed(ranks: ts.Ranks, function) -> float:
 
 
 def fill(decoder: engine.Decoder, prompts: list, new: int, **options) -> list[engine.Completion]:
-    """Puts new completions of the prompts into all rows."""
-    for row in range(decoder.num_rows):
-        decoder.free(row)
+    """Puts new completions of the prompts into all slots."""
+    for slot in range(decoder.num_slots):
+        decoder.evict(slot)
     completions = [engine.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
     decoder.add_requests(dict(enumerate(completions)))
     return completions
@@ -71,7 +72,7 @@ def finish(decoder: engine.Decoder) -> None:
 def without_kernels():
     """The plain path of the model and of decoding."""
     never = lambda *_: False
-    with mock.patch.object(ts, "use_triton", never), mock.patch.object(engine, "use_triton", never):
+    with mock.patch.object(ts, "use_triton", never), mock.patch.object(kernel, "use_triton", never):
         yield
 
 
@@ -135,9 +136,9 @@ COLUMNS = {
 def main() -> dict:
     parser = bench.make_parser("bench_generate.py", __doc__, 1)
     parser.description = __doc__.splitlines()[0]
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="prompts at a time")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=128, help="new tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="batch sizes %(default)s")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt [%(default)s]")
+    parser.add_argument("--new", type=int, default=128, help="new tokens of each prompt [%(default)s]")
     args = parser.parse_args()
     config = bench.make_config(args, 0)
     ranks = ts.start_ranks()

@@ -1,8 +1,8 @@
-"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that leave.
+"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that disconnect.
 
-    python runs/serve.py out/RUN --rows 64 --compile &
+    python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
-    python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third leaves
+    python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third disconnects
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
     python dev/bench_serve.py out/RUN --compile --repeats 5
@@ -15,8 +15,9 @@ asks once more for the rest, until the count is full. "short" counts these furth
 clients are threads of processes of their own with plain sockets, so that what is measured is the
 server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
 is read at the start, in the middle and at the end of a soak, and "cpu us" is its processor time for
-each token (Linux). With a run directory the bench starts the server itself, with --rows and --compile
-as given, and ends it. With --repeats the figures are medians. The last line is the result as JSON.
+each token (Linux). With a run directory the bench starts the server itself, with --max-num-seqs
+and --compile as given, and ends it. With --repeats the figures are medians. The last line is the
+result as JSON.
 
 The time to the first token is from the start of a connection to the first event with text.
 Tokens are those that the server counts (usage of a stream), not events, which may hold several.
@@ -50,7 +51,7 @@ class Outcome:
 
     tokens: int
     first: float  # seconds to the first text
-    left: bool  # the client went away in the middle
+    aborted: bool  # the client disconnected in the middle
     error: str = ""
 
 
@@ -80,8 +81,8 @@ class Client:
             return fields | {"messages": [{"role": "user", "content": question}]}
         return fields | {"prompt": question}
 
-    def ask(self, leave_after: int = 0) -> Outcome:
-        """One request; the client goes away after so many events, if that is not 0."""
+    def ask(self, abort_after: int = 0) -> Outcome:
+        """One request; the client disconnects after so many events, if that is not 0."""
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         data = json.dumps(self.body()).encode()
         head = (
@@ -93,9 +94,9 @@ class Client:
         began = time.perf_counter()
         with socket.create_connection((HOST, self.port), timeout=120) as connection:
             connection.sendall(head.encode() + b"\r\n" + data)
-            return read_stream(connection, began, leave_after)
+            return read_stream(connection, began, abort_after)
 
-    def full(self) -> list[Outcome]:
+    def ask_in_full(self) -> list[Outcome]:
         """Requests until exactly `tokens` tokens came."""
         outcomes = []
         missing = self.tokens
@@ -111,7 +112,7 @@ class Client:
         return outcomes
 
 
-def read_stream(connection: socket.socket, began: float, leave_after: int) -> Outcome:
+def read_stream(connection: socket.socket, began: float, abort_after: int) -> Outcome:
     """Reads server-sent events to their end."""
     first = 0.0
     tokens = 0
@@ -136,7 +137,7 @@ def read_stream(connection: socket.socket, began: float, leave_after: int) -> Ou
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
             count += 1
-            if count == leave_after:
+            if count == abort_after:
                 return Outcome(tokens, first, True)
     return Outcome(tokens, first, False, "the stream ended without [DONE]")
 
@@ -162,18 +163,18 @@ def run_clients(settings: dict, results) -> None:
                 if left[0] <= 0:
                     return
                 left[0] -= 1
-            leaves = settings["leaving"] and client.rng.random() < settings["leaving"]
+            aborts = settings["abort_fraction"] and client.rng.random() < settings["abort_fraction"]
             try:
-                if leaves:
-                    found = [client.ask(client.rng.randint(1, 1 + client.tokens // 8))]
+                if aborts:
+                    new = [client.ask(client.rng.randint(1, 1 + client.tokens // 8))]
                 elif settings["exact"]:
-                    found = client.full()
+                    new = client.ask_in_full()
                 else:
-                    found = [client.ask()]
+                    new = [client.ask()]
             except OSError as error:
-                found = [Outcome(0, 0.0, False, f"{type(error).__name__}: {error}")]
+                new = [Outcome(0, 0.0, False, f"{type(error).__name__}: {error}")]
             with lock:
-                outcomes.extend(found)
+                outcomes.extend(new)
 
     seeds = [settings["seed"] + i for i in range(settings["clients"])]
     threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
@@ -184,14 +185,14 @@ def run_clients(settings: dict, results) -> None:
     results.put(json.dumps([vars(outcome) for outcome in outcomes]))
 
 
-def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = True) -> dict:
+def load(args, clients: int, requests: int, abort_fraction: float = 0.0, exact: bool = True) -> dict:
     """The outcome of so many clients together, spread over a few processes."""
     processes = min(args.processes, clients)
     results = multiprocessing.Queue()
     workers = []
     for i in range(processes):
         settings = {
-            "port": args.port, "chat": args.chat, "tokens": args.tokens, "leaving": leaving,
+            "port": args.port, "chat": args.chat, "tokens": args.tokens, "abort_fraction": abort_fraction,
             "exact": exact, "seed": 1000 * (i + 1) + args.seed, "clients": share(clients, processes, i),
             "requests": share(requests, processes, i), "json": i < args.json,
         }  # fmt: skip
@@ -200,26 +201,26 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
     began = time.perf_counter()
     for worker in workers:
         worker.start()
-    found = [Outcome(**one) for _ in workers for one in json.loads(results.get())]
+    outcomes = [Outcome(**one) for _ in workers for one in json.loads(results.get())]
     seconds = time.perf_counter() - began
     for worker in workers:
         worker.join()
     if cpu is not None:
         cpu = server_cpu(args.pid) - cpu
 
-    firsts = [outcome.first for outcome in found if outcome.first and not outcome.error]
-    errors = [outcome.error for outcome in found if outcome.error]
-    tokens = sum(outcome.tokens for outcome in found)
+    firsts = [outcome.first for outcome in outcomes if outcome.first and not outcome.error]
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    tokens = sum(outcome.tokens for outcome in outcomes)
     return {
         "clients": clients,
-        "requests": len(found),
+        "requests": len(outcomes),
         "tokens": tokens,
         "seconds": round(seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
         "first_ms": round(1000 * float(np.median(firsts)), 1) if firsts else None,
         "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1) if firsts else None,
-        "short": len(found) - requests if exact else 0,
-        "left": sum(outcome.left for outcome in found),
+        "short": len(outcomes) - requests if exact else 0,
+        "aborted": sum(outcome.aborted for outcome in outcomes),
         "cpu_us": round(1e6 * cpu / tokens, 1) if cpu is not None and tokens else None,
         "errors": len(errors),
         "first_error": errors[0] if errors else "",
@@ -231,7 +232,7 @@ def middle(repeats: list[dict]) -> dict:
     if len(repeats) == 1:
         return repeats[0]
     result = dict(repeats[0])
-    for name in ("requests", "tokens", "short", "left", "errors"):
+    for name in ("requests", "tokens", "short", "aborted", "errors"):
         result[name] = sum(one[name] for one in repeats)
     for name in ("seconds", "tokens_per_s", "first_ms", "first_ms_p95", "cpu_us"):
         values = [one[name] for one in repeats if one[name] is not None]
@@ -284,7 +285,7 @@ def soak(args) -> dict:
     parts = []
     memory = [server_memory(args.pid)]
     for _ in range(4):
-        parts.append(load(args, args.clients[-1], args.soak // 4, leaving=1 / 3, exact=False))
+        parts.append(load(args, args.clients[-1], args.soak // 4, abort_fraction=1 / 3, exact=False))
         memory.append(server_memory(args.pid))
         print(row(parts[-1]), f"  memory {memory[-1]} MiB", flush=True)
     time.sleep(1)
@@ -292,14 +293,14 @@ def soak(args) -> dict:
     growth = None
     if args.pid:  # the first part fills what is kept, so the growth is counted from its end
         growth = round(100 * (memory[-1] / memory[1] - 1), 2)
-    total = {name: sum(part[name] for part in parts) for name in ("requests", "left", "errors")}
+    total = {name: sum(part[name] for part in parts) for name in ("requests", "aborted", "errors")}
     return total | {"memory_mib": memory, "growth_percent": growth, "health": state}
 
 
 # Of a result, and its head in the table.
 COLUMNS = {
     "clients": "clients", "requests": "requests", "tokens_per_s": "tokens/s", "first_ms": "first ms",
-    "first_ms_p95": "first ms p95", "short": "short", "left": "left", "cpu_us": "cpu us",
+    "first_ms_p95": "first ms p95", "short": "short", "aborted": "aborted", "cpu_us": "cpu us",
     "errors": "errors",
 }  # fmt: skip
 
@@ -317,15 +318,15 @@ def serve(flags: list[str], stub: float | None, core: int | None) -> None:
         os.sched_setaffinity(0, {core})
     sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "runs")]
     import serve as server
-    from lib import engine
+    from engine import scheduler
 
     if stub is not None:
-        say_anything(engine, stub / 1000)
+        say_anything(scheduler, stub / 1000)
     sys.argv[1:] = flags
     sys.exit(server.main())
 
 
-def say_anything(engine, seconds: float) -> None:
+def say_anything(scheduler, seconds: float) -> None:
     """Replaces the model by one that says random ids of one byte; its steps take a time each."""
     import torch
 
@@ -339,9 +340,9 @@ def say_anything(engine, seconds: float) -> None:
         time.sleep(seconds)
         return torch.randint(97, 123, (len(logits),))
 
-    engine.decode = decode
-    engine.sample = sample
-    engine.prefill = lambda *work, **options: None
+    scheduler.decode = decode
+    scheduler.sample = sample
+    scheduler.prefill = lambda *work, **options: None
 
 
 @contextlib.contextmanager
@@ -350,7 +351,7 @@ def own_server(args):
     with socket.socket() as free:
         free.bind((HOST, 0))
         args.port = free.getsockname()[1]
-    flags = [str(args.run_dir), "--port", str(args.port), "--rows", str(args.rows)]
+    flags = [str(args.run_dir), "--port", str(args.port), "--max-num-seqs", str(args.max_num_seqs)]
     flags += ["--compile"] if args.compile else []
     flags += ["--device", "cpu"] if args.stub is not None else []
     core = None
@@ -377,19 +378,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run_dir", nargs="?", type=Path, help="run to serve (default: a server that runs already)")
-    add("--port", type=int, default=8000, help="of the server on 127.0.0.1")
-    add("--clients", type=int, nargs="+", default=[1, 8, 64])
-    add("--requests", type=int, default=4, help="for each client (one client alone: four times)")
-    add("--repeats", type=int, default=1, help="of each number of clients; shown are medians")
-    add("--tokens", type=int, default=128, help="of each answer")
+    add("--port", type=int, default=8000, help="port of the server on 127.0.0.1 [%(default)s]")
+    add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
+    add("--requests", type=int, default=4, help="requests of each client, of a single one four times as many")
+    add("--repeats", type=int, default=1, help="runs of each number of clients; shown are medians [%(default)s]")
+    add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
-    add("--pid", type=int, help="of the server, for its memory and processor time")
-    add("--processes", type=int, default=4, help="that the clients are spread over")
-    add("--json", type=int, default=0, metavar="N", help="N clients ask for JSON, at most one a process")
-    add("--seed", type=int, default=0)
-    add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
-    add("--rows", type=int, default=64, help="of the bench's own server")
-    add("--compile", action="store_true", help="for the bench's own server")
+    add("--pid", type=int, help="process id of the server, for its memory and processor time")
+    add("--processes", type=int, default=4, help="processes that the clients are spread over [%(default)s]")
+    add("--json", type=int, default=0, metavar="N", help="clients that ask for JSON, at most one a process")
+    add("--seed", type=int, default=0, help="seed of the questions [%(default)s]")
+    add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
+    add("--max-num-seqs", type=int, default=64, help="slots of the bench's own server")
+    add("--compile", action="store_true", help="compiled steps in the bench's own server")
     add("--stub", type=float, metavar="MS",
         help="a model that says random ids; its steps take so many milliseconds of no CPU time")  # fmt: skip
     args = parser.parse_args()

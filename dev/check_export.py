@@ -36,6 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 import datasets
+import engine
 import export
 import lm_eval
 import peft
@@ -43,7 +44,7 @@ import torch
 import transformers
 import trl
 from check_gguf import ask_llama_cpp
-from lib import engine, export_portable
+from lib import export_portable
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 

@@ -33,11 +33,11 @@ if __name__ == "__main__":
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "runs"), str(ROOT / "data")]
+import engine
 import export
 import sources
 import torch
 import torch.nn.functional as F
-from lib import engine
 
 NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / ".venv/node_modules"))
 

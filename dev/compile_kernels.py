@@ -3,7 +3,7 @@
     python dev/compile_kernels.py [--script train_medium.py] [--quick] [80 86 89 90 100 120]
 
 The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
-script, runs/lib/engine.py and runs/lib/choices.py call them, on tensors of the host, and Triton goes as far as the
+script, runs/engine/kernel.py and runs/lib/choices.py call them, on tensors of the host, and Triton goes as far as the
 machine code (its ptxas needs no GPU).
 With --quick only the forms that training and decoding of the default recipe need are compiled.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
@@ -46,7 +46,8 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
-from lib import choices, engine
+from engine import kernel
+from lib import choices
 from lib.kernel_cache import launch_kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -90,7 +91,7 @@ def launches(script, config, quick: bool) -> None:
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:
-        engine.decode_attention(*rows, *cache, new(4, dtype=torch.int32), offset)
+        kernel.decode_attention(*rows, *cache, new(4, dtype=torch.int32), offset)
     choices.choice_attention(q, k, v, *new(3, T, dtype=torch.int32))
 
 
@@ -115,7 +116,7 @@ def main() -> None:
     script.use_triton = lambda x: True
     script.has_fp8_products = lambda x: 90 <= device.arch < 120
     script.persistent_programs = lambda tiles: tiles
-    engine.use_triton = lambda x: True
+    kernel.use_triton = lambda x: True
     choices.use_triton = lambda x: True
     run = JITFunction.run
 

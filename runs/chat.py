@@ -39,18 +39,18 @@ MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says othe
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model = parser.add_mutually_exclusive_group(required=True).add_argument
-    model("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="a run, or an exported model")
-    model("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of RUN_DIR")
+    model("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="directory of a run or of an exported model")
+    model("--endpoint", metavar="URL", help="address of an OpenAI-compatible server, instead of RUN_DIR")
     add = parser.add_argument
-    add("--model", help="name of the model on the server (default: the first one)")
-    add("--prompt", help="answer this message and end")
+    add("--model", help="model name on the server (default: the first one)")
+    add("--prompt", help="single message to answer")
     add("--system", default="", help="instructions ahead of the conversation")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
-    add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
-    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
-    add("--max-tokens", type=int, help=f"longest answer (default: {MAX_TOKENS}; of a server: its own)")
-    add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
+    add("--top-k", type=int, help="number of most likely tokens to sample from; 0: all (default: 50)")
+    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from [%(default)s]")
+    add("--max-tokens", type=int, help=f"maximum tokens of an answer (default: {MAX_TOKENS}; of a server: its own)")
+    add("--seed", type=int, help="seed of the sampling (default: a random one)")
+    add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
@@ -63,8 +63,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import torch
-from lib import chat_format, engine
+from lib import chat_format
 
 
 class TooLong(RunError):
@@ -88,8 +89,10 @@ class OwnModel:
     def ask(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
         ids = self.render(messages)
-        room = min(self.max_tokens, self.limit // 4) if len(messages) > 2 else 1
-        if len(ids) + room > self.limit + 1:
+        min_answer = 1  # tokens that must still fit
+        if len(messages) > 2:  # there are older turns to drop
+            min_answer = min(self.max_tokens, self.limit // 4)
+        if len(ids) + min_answer > self.limit + 1:
             raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
 
@@ -105,7 +108,7 @@ class Local(OwnModel):
         super().__init__(args, run.config.max_seq_len)
         self.model = run.model
         self.tokenizer = run.tokenizer
-        self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
+        self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its slot keeps the conversation
 
         specials = run.tokenizer.specials
         self.chat = chat_format.is_chat_run(run_dir)
@@ -114,8 +117,8 @@ class Local(OwnModel):
         self.stops = tuple(specials[name] for name in specials.keys() - chat_format.CALL_TOKENS.keys())
 
     def render(self, messages: list[dict]) -> list[int]:
-        said = [(message["role"], message.get("ids", message["content"])) for message in messages]
-        turns = chat_format.merge_turns(said)
+        contents = [(message["role"], message.get("ids", message["content"])) for message in messages]
+        turns = chat_format.merge_turns(contents)
         if self.chat:
             return chat_format.render(self.tokenizer, turns)
         ids = [self.tokenizer.bos_id]
@@ -133,14 +136,14 @@ class Local(OwnModel):
         try:
             self.decoder.add_requests({0: completion})
             while not completion.reason:
-                (event,) = self.decoder.step()
-                if event.token is not None:
-                    answer["ids"].append(event.token)
-                    for _, text in detokenizer.add(event.token, completion.forced[-1]):
+                (output,) = self.decoder.step()
+                if output.token is not None:
+                    answer["ids"].append(output.token)
+                    for _, text in detokenizer.add(output.token, completion.forced[-1]):
                         show(text)
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
-                self.decoder.free(0)
+                self.decoder.evict(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
         for _, text in detokenizer.finish():
@@ -176,7 +179,7 @@ class Pretrained(OwnModel):
 
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
-        room = min(self.max_tokens, self.limit + 1 - len(ids))
+        max_tokens = min(self.max_tokens, self.limit + 1 - len(ids))
         settings = {"do_sample": False}
         if self.sampling["temperature"] > 0:
             settings = {"do_sample": True, **self.sampling}
@@ -184,7 +187,7 @@ class Pretrained(OwnModel):
         tokens = torch.tensor([ids], device=self.model.device)
         settings |= {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
         try:
-            self.model.generate(tokens, max_new_tokens=room, streamer=streamer, **settings)
+            self.model.generate(tokens, max_new_tokens=max_tokens, streamer=streamer, **settings)
         except Exception as error:
             raise RunError(f"transformers failed ({first_line(error)})") from None
 
@@ -193,8 +196,8 @@ def pretrained_folder(path: Path) -> Path | None:
     """The folder of save_pretrained at a path, itself or its model/; None for another run."""
     for folder in (path, path / "model"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            if "model_type" in found:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if "model_type" in config:
                 return folder
     return None
 
@@ -223,17 +226,17 @@ class Remote:
 
     @contextlib.contextmanager
     def failures(self):
-        """Turns what goes wrong with the server into a sentence. Raises: RunError"""
+        """Turns what goes wrong with the server into an error message. Raises: RunError"""
         import openai
 
         try:
             yield
         except openai.APIStatusError as error:
-            said = error.body["message"] if isinstance(error.body, dict) else error.response.text
+            message = error.body["message"] if isinstance(error.body, dict) else error.response.text
             # Some servers name it in the code, others in the message alone.
-            is_full = error.status_code == 400 and "context" in f"{error.code} {said}".lower()
+            is_full = error.status_code == 400 and "context" in f"{error.code} {message}".lower()
             kind = TooLong if is_full else RunError
-            raise kind(f"the server answered {error.status_code}: {printable(said)[:500]}") from None
+            raise kind(f"the server answered {error.status_code}: {printable(message)[:500]}") from None
         except openai.APIConnectionError as error:
             place = f"{self.client.base_url} ({error.__cause__ or error})"
             raise RunError(f"cannot reach {place}; check the address and the server") from None
@@ -248,7 +251,7 @@ class Remote:
 
         reason = None
         with self.failures(), stream:
-            with contextlib.suppress(openai.APIConnectionError):  # a sentence for it is below
+            with contextlib.suppress(openai.APIConnectionError):  # its message is below
                 for event in stream:
                     for choice in event.choices:  # none in an event that counts tokens
                         show(choice.delta.content or "")
@@ -293,18 +296,18 @@ class Chat:
     def ask(self):
         """backend.ask() of the conversation, whose oldest turns are dropped until it fits."""
         self.backend.turns += 1  # so that a question asked again gets another sample
-        for first in range(0, len(self.messages), 2):
+        for start in range(0, len(self.messages), 2):
             try:
-                asked = self.backend.ask(self.history(self.messages[first:]))
-                break
+                question = self.backend.ask(self.history(self.messages[start:]))
             except TooLong:
-                if first == len(self.messages) - 1:
+                if start == len(self.messages) - 1:  # the message is too long by itself, and nothing is dropped
                     raise
-        if first:
-            del self.messages[:first]  # only now, so that a message that is too long by itself drops nothing
-            size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
-            say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
-        return asked
+                continue
+            if start:
+                del self.messages[:start]
+                size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
+                say(f"(the context{size} is full, oldest turns dropped: {start // 2})")
+            return question
 
     def turn(self, text: str) -> bool:
         """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
@@ -358,15 +361,15 @@ class Chat:
             say("/save needs a file name, and something that was said")
             return
         path = Path(name).expanduser()
-        said = []
+        messages = []
         for message in self.messages:
             content = message["content"]
             if "ids" in message:
                 content = chat_format.answer_content(self.backend.tokenizer, message["ids"])
-            said.append({"role": message["role"], "content": content})
+            messages.append({"role": message["role"], "content": content})
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self.history(said)}) + "\n")
+                file.write(json.dumps({"messages": self.history(messages)}) + "\n")
             say(f"(saved {len(self.messages)} messages to {path})")
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")
@@ -374,7 +377,7 @@ class Chat:
     def loop(self) -> bool:
         """Reads lines until /quit or the end; returns whether every message was answered."""
         terminal = sys.stdin.isatty()
-        good = True
+        all_answered = True
         if terminal:
             use_history()
             say("/help lists the commands")
@@ -384,7 +387,7 @@ class Chat:
             except EOFError:
                 if terminal:
                     print()
-                return good or terminal  # whoever sits at the terminal has seen what went wrong
+                return all_answered or terminal  # whoever sits at the terminal has seen what went wrong
             except KeyboardInterrupt:
                 if not terminal:
                     return False
@@ -392,9 +395,9 @@ class Chat:
                 continue
             if line.startswith("/") and not line.startswith("//"):
                 if not self.command(line.strip()):
-                    return good or terminal
+                    return all_answered or terminal
             elif line.strip():
-                good = self.turn(line.removeprefix("/")) and good
+                all_answered = self.turn(line.removeprefix("/")) and all_answered
 
 
 def read_lines(prompt: str) -> str:

@@ -56,8 +56,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import numpy as np
-from lib import chat_format, choices, engine
+from lib import chat_format, choices
 from lib.run_program import isolation
 from lib.score_table import make_table, write_table
 
@@ -130,7 +131,7 @@ def score_texts(generator, examples: list[Example], task: str, ranks) -> tuple[n
 def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
     """Scores the tasks for make_table(); adds this rank's answers in text to samples. Raises: RunError"""
     cuda = ranks.device.type == "cuda"
-    generator = engine.Generator(run.model, run.tokenizer, num_rows=128 if cuda else 32)
+    generator = engine.Generator(run.model, run.tokenizer, num_slots=128 if cuda else 32)
     score = choices.scorer(run.model, compile=cuda and run.config.compile)
     size = choices.default_batch_tokens(ranks.device)
     for name, task in TASKS.items():

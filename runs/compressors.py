@@ -78,7 +78,7 @@ def main() -> int:
     run_dir = parser.parse_args().run_dir
 
     def work() -> None:
-        from lib.engine import import_script  # with PyTorch, for which --help need not wait
+        from engine import import_script  # with PyTorch, for which --help need not wait
 
         table = compare(import_script(run_dir), run_dir)
         print(table, end="")

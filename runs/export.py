@@ -58,10 +58,10 @@ if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
 import torch
+from engine import Run, load_run
 from jinja2 import StrictUndefined, Template
 from lib import export_portable, report
 from lib.chat_format import is_chat_run
-from lib.engine import Run, load_run
 from lib.export_files import make_folder, store_weights, write_json, write_tokenizer
 from lib.export_tokenizer import read_vocabulary
 from lib.export_weights import convert_weights, describe_model

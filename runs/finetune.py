@@ -196,7 +196,7 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
 
 def finetune(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    from lib.engine import import_script  # with PyTorch, for which --help need not wait
+    from engine import import_script  # with PyTorch, for which --help need not wait
 
     script = import_script(script_directory(argv))
     args = build_parser(script).parse_args(argv)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,9 +21,9 @@ from urllib.parse import urlsplit
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the server [%(default)s]")
-    add("--host", default="127.0.0.1", help="address of the page [%(default)s]; 0.0.0.0: every network")
-    add("--port", type=int, help="of the page (default: the first free one from 7860 on)")
+    add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="server address [%(default)s]")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
+    add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
     return parser.parse_args(argv)
 
 
@@ -34,10 +35,12 @@ import gradio as gr
 import openai
 
 SHOW_SECONDS = 0.05  # between two updates of an answer
-CALL_START, CALL_END = "<mark>`", "`</mark>"  # around a call of the calculator
-LATEX = [
-    {"left": left, "right": right, "display": left != r"\("}
-    for left, right in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"))  # not $, which is money more often
+CALL_START = "<mark>`"  # around a call of the calculator
+CALL_END = "`</mark>"
+LATEX = [  # not $, which is money more often
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": r"\[", "right": r"\]", "display": True},
+    {"left": r"\(", "right": r"\)", "display": False},
 ]
 EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a short poem about a lighthouse."]
 # Otherwise a picture in an answer would be fetched from any host that the answer names.
@@ -46,64 +49,105 @@ HEAD = """<meta http-equiv="Content-Security-Policy"
 STYLE = Path(__file__).with_name("lib") / "page.css"
 
 
-def sentence(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """What went wrong, in the server's own words where it has some."""
     body = getattr(error, "body", None)
     return body["message"] if isinstance(body, dict) and body.get("message") else str(error)
 
 
-async def write(create, fields: dict, dropped: int = 0):
-    """An answer as it grows: its text, at the end what there is to say about it, and what went wrong, if anything."""
-    text, reason, began, shown, is_call = "", "", 0.0, 0.0, False
-    try:
-        async with await create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
-            async for event in stream:
-                for choice in event.choices:
-                    began = began or time.monotonic()
-                    reason = choice.finish_reason or reason
-                    delta = getattr(choice, "delta", choice)  # of a chat
-                    if is_call != hasattr(delta, "part"):
-                        is_call = not is_call
-                        text += CALL_START if is_call else CALL_END
-                    text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
-                if event.usage:
-                    count = event.usage.completion_tokens
-                    note = f"{count:,} tokens, {(count - 1) / max(time.monotonic() - began, 1e-3):,.0f} tokens/s"
-                    note += ", cut at the longest answer or the end of the context" if reason == "length" else ""
-                    note += f"; the oldest {dropped} messages no longer fit the context" if dropped else ""
-                    yield text, note, ""
-                elif text and time.monotonic() - shown > SHOW_SECONDS:
-                    shown = time.monotonic()
-                    yield text + (CALL_END if is_call else ""), "", ""
-    except openai.OpenAIError as error:
-        messages = fields.get("messages", [])
-        first = int(bool(messages) and messages[0]["role"] == "system")
-        if getattr(error, "code", None) == "context_length_exceeded" and len(messages) > first + 2:
-            rest = fields | {"messages": messages[:first] + messages[first + 2 :]}
-            async for result in write(create, rest, dropped + 2):
-                yield result
-        else:
-            yield text, "", sentence(error)
+@dataclass
+class Answer:
+    """What a stream has given so far."""
+
+    text: str = ""
+    reason: str = ""  # why it ended
+    in_call: bool = False  # whether the text ends within a call of the calculator
+    start: float = 0.0  # time of the first event
+
+    def add(self, event) -> None:
+        for choice in event.choices:
+            self.start = self.start or time.monotonic()
+            self.reason = choice.finish_reason or self.reason
+            delta = getattr(choice, "delta", choice)  # of a chat
+            in_call = hasattr(delta, "part")
+            if in_call != self.in_call:
+                self.text += CALL_START if in_call else CALL_END
+                self.in_call = in_call
+            self.text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
+
+    def shown(self) -> str:
+        return self.text + CALL_END if self.in_call else self.text
+
+    def note(self, num_tokens: int, num_dropped: int) -> str:
+        """Length, speed, and what a reader should know about the end and the beginning."""
+        seconds = max(time.monotonic() - self.start, 1e-3)
+        note = f"{num_tokens:,} tokens, {(num_tokens - 1) / seconds:,.0f} tokens/s"
+        if self.reason == "length":
+            note += ", cut at the longest answer or the end of the context"
+        if num_dropped:
+            note += f"; the oldest {num_dropped} messages no longer fit the context"
+        return note
 
 
-def settings(longest: int) -> list:
+async def stream_answer(create, fields: dict):
+    """An answer as it grows: yields (text, note at its end, error message, if any).
+
+    The oldest messages are dropped until the rest fits the context.
+
+    Args:  create: method of the client that sends a request; fields of the request
+    """
+    num_dropped = 0
+    while True:
+        answer = Answer()
+        last_shown = 0.0
+        try:
+            async with await create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
+                async for event in stream:
+                    answer.add(event)
+                    if event.usage:
+                        yield answer.shown(), answer.note(event.usage.completion_tokens, num_dropped), ""
+                    elif answer.text and time.monotonic() - last_shown > SHOW_SECONDS:
+                        last_shown = time.monotonic()
+                        yield answer.shown(), "", ""
+            return
+        except openai.OpenAIError as error:
+            is_full = getattr(error, "code", None) == "context_length_exceeded"
+            shorter = drop_oldest(fields.get("messages", []))
+            if not is_full or not shorter:
+                yield answer.shown(), "", error_message(error)
+                return
+            fields = fields | {"messages": shorter}
+            num_dropped += 2
+
+
+def drop_oldest(messages: list[dict]) -> list[dict]:
+    """A conversation without its oldest question and answer; empty if there is nothing behind them."""
+    first = 1 if messages and messages[0]["role"] == "system" else 0
+    rest = messages[first + 2 :]
+    return messages[:first] + rest if rest else []
+
+
+def settings(max_tokens: int) -> list:
     """Inputs for what a request says beside its text, in the order of sampling()."""
     return [
         gr.Slider(0, 2, 0.8, step=0.05, label="Temperature"),
         gr.Slider(0, 1, 1, step=0.01, label="Top-p"),
         gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
         gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
-        gr.Number(longest, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
+        gr.Number(max_tokens, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
         gr.Textbox("", label="Seed (empty: a new one each time)"),
     ]
 
 
-def sampling(temperature: float, top_p: float, min_p: float, top_k: int, longest: int, seed: str) -> dict:
+def sampling(temperature: float, top_p: float, min_p: float, top_k: int, max_tokens: int, seed: str) -> dict:
     """The fields of a request."""
     fields = {"temperature": temperature, "top_p": top_p, "extra_body": {"min_p": min_p, "top_k": top_k}}
-    fields |= {"max_tokens": longest} if longest else {}
-    number = int(seed) if seed.strip().lstrip("-").isdecimal() else seed  # else the server says what is wrong
-    return fields | ({"seed": number} if seed.strip() else {})
+    if max_tokens:
+        fields["max_tokens"] = max_tokens
+    if seed.strip():
+        is_number = seed.strip().lstrip("-").isdecimal()
+        fields["seed"] = int(seed) if is_number else seed  # the server says what is wrong with it
+    return fields
 
 
 def chat_page(client, model: str):
@@ -113,17 +157,19 @@ def chat_page(client, model: str):
         for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
             text = "".join(part["text"] for part in turn["content"])
             text = text.replace(CALL_START, "").replace(CALL_END, "")
-            messages.append({"role": turn["role"], "content": text})
-            if turn.get("metadata"):  # as errors have
+            if not turn.get("metadata"):
+                messages.append({"role": turn["role"], "content": text})
+            elif messages[-1]["role"] == "user":  # an error, and its question has no answer
                 messages.pop()
-                if messages[-1]["role"] == "user":
-                    messages.pop()
-        lead = [{"role": "system", "content": system}] if system.strip() else []
-        fields = {"model": model, "messages": lead + messages, **sampling(*values)}
-        async for text, note, error in write(client.chat.completions.create, fields):
+        if system.strip():
+            messages.insert(0, {"role": "system", "content": system})
+        fields = {"model": model, "messages": messages, **sampling(*values)}
+        async for text, note, error in stream_answer(client.chat.completions.create, fields):
             # As a message of its own, since gradio's own errors cover the conversation.
-            failed = [{"role": "assistant", "content": error, "metadata": {"title": "Error"}}] if error else []
-            yield [text, *failed] if text or not error else failed, note
+            parts = [text] if text or not error else []
+            if error:
+                parts.append({"role": "assistant", "content": error, "metadata": {"title": "Error"}})
+            yield parts, note
 
     with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
         with gr.Sidebar(position="right", open=False):
@@ -147,7 +193,7 @@ def text_page(client, model: str):
     """A text that the model continues."""
     async def complete(text: str, *values):
         fields = {"model": model, "prompt": text, **sampling(*values)}
-        async for new, note, error in write(client.completions.create, fields):
+        async for new, note, error in stream_answer(client.completions.create, fields):
             yield text + new, f"Error: {error}" if error else note
 
     with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
@@ -182,7 +228,7 @@ def main() -> int:
             prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
-        print(f"error: {base}/models names no model ({sentence(error)}); check the address", file=sys.stderr)
+        print(f"error: {base}/models names no model ({error_message(error)}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -94,8 +94,9 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import torch
-from lib import chat_tasks, engine
+from lib import chat_tasks
 from lib.chat_tasks import Example, complete, sft
 
 
@@ -424,7 +425,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             return True
 
         def loader(self, run):
-            generator = engine.Generator(run.state.model, tokenizer, num_rows=settings.rows)
+            generator = engine.Generator(run.state.model, tokenizer, num_slots=settings.rows)
             return RolloutLoader(script, settings, task, tokenizer, run.state, generator)
 
         def step(self, state, batch):

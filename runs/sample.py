@@ -21,17 +21,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
-    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="most new tokens for each prompt [%(default)s]")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
-    add("--top-k", type=int, default=50, help="tokens to sample from, 0: all [%(default)s]")
-    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
-    add("--seed", type=int, default=0, help="the same seed gives the same text [%(default)s]")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--prompt", action="append", help="text to continue, repeatable (default: an empty one)")
+    add("--tokens", type=int, default=128, help="maximum new tokens for each prompt [%(default)s]")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
+    add("--top-k", type=int, default=50, help="number of most likely tokens to sample from; 0: all [%(default)s]")
+    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from [%(default)s]")
+    add("--seed", type=int, default=0, help="seed of the sampling [%(default)s]")
+    add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: that of the run)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="only compare decoding with the forward pass")
+    add("--check", action="store_true", help="only a comparison of decoding with the forward pass")
     args = parser.parse_args(argv)
     if min(args.tokens - 1, args.temperature, args.top_k) < 0 or not 0 < args.top_p <= 1:
         parser.error("--tokens must be at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
@@ -41,8 +41,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import torch
-from lib import engine
+from engine.prefill import prefill
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits. Models of random
@@ -67,9 +68,9 @@ def check(run: engine.Run) -> dict:
         if math.isnan(error):
             raise RunError("the model's logits are not finite; name an earlier checkpoint with --step")
         if error > tolerance:
-            wrong = "the model decodes other logits than its forward pass gives"
-            wrong += f" (difference {error:.1e}, at most {tolerance:.0e} is rounding)"
-            raise RunError(f"{wrong}; use the tools of the commit that made the run")
+            problem = "the model decodes other logits than its forward pass gives"
+            problem += f" (difference {error:.1e}, at most {tolerance:.0e} is rounding)"
+            raise RunError(f"{problem}; use the tools of the commit that made the run")
     print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
     return {"decoding_error": error}
 
@@ -78,7 +79,7 @@ def check(run: engine.Run) -> dict:
 def decoding_error(model, tokenizer) -> float:
     """Root mean square difference of the logits of decode and forward, relative to their spread.
 
-    A third of CHECKED_TOKENS random ids is prefilled into an empty row, then another third behind it, and the others
+    A third of CHECKED_TOKENS random ids is prefilled into an empty slot, then another third behind it, and the others
     are decoded one by one. NaN if any logit is not finite.
     """
     device = model.embed.device
@@ -98,18 +99,18 @@ def decoding_error(model, tokenizer) -> float:
     cache = engine.KVCache.empty(model, 1, length)
     first = length // 3
     second = 2 * length // 3
-    engine.prefill(model, cache, [0], [0], [ids[:first]])
-    engine.prefill(model, cache, [0], [first], [ids[:second]])
-    found = []
+    prefill(model, cache, [0], [0], [ids[:first]])
+    prefill(model, cache, [0], [first], [ids[:second]])
+    decoded = []
     for i in range(second, length):
-        previous_2T = tokens_T[i - 2 : i].flip(0)[:, None]
-        inputs = (tokens_T[i : i + 1], previous_2T, positions_T[i : i + 1])
-        found.append(engine.decode(model, cache, *inputs))
+        prev_ids_21 = tokens_T[i - 2 : i].flip(0)[:, None]
+        inputs = (tokens_T[i : i + 1], prev_ids_21, positions_T[i : i + 1])
+        decoded.append(engine.decode(model, cache, *inputs))
 
     expected = expected[second:, :vocab_size].double()
-    found = torch.cat(found)[:, :vocab_size].double()
+    decoded = torch.cat(decoded)[:, :vocab_size].double()
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
-    difference = (found - expected).square().mean().sqrt()
+    difference = (decoded - expected).square().mean().sqrt()
     return (difference / spread.clamp(min=1e-30)).item()
 
 

@@ -44,9 +44,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # --help and wrong flags need not wait for PyTorch
 
+import engine
 import numpy as np
 import torch
-from lib import engine
 from lib.checkpoint import open_dataset
 from lib.choices import ChoiceBatch, ChoiceTask, default_batch_tokens, score_task, scorer
 from lib.score_table import TaskScore, make_table, write_table

@@ -20,7 +20,7 @@ from conftest import ROOT, logits, random_model, tiny_config, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-from lib import engine
+from engine import scheduler
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -49,11 +49,11 @@ def make(bpe, tmp_path):  # noqa: F811
     return build
 
 
-def argmax_answer(backend, ids, most) -> list[int]:
+def argmax_answer(backend, ids, max_tokens) -> list[int]:
     """Reference: every token from a full forward over the whole conversation, without a cache."""
     tools = ("python_start", "python_end", "output_start", "output_end")
     new, stops = [], {i for name, i in backend.tokenizer.specials.items() if name[2:-2] not in tools}
-    while len(new) < most:
+    while len(new) < max_tokens:
         row = logits(backend.model, [*ids, *new])[-1, : backend.tokenizer.vocab_size]
         token = row.argmax().item()
         if token in stops:
@@ -76,13 +76,13 @@ def template(backend, system, texts) -> list[int]:
 def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch):
     """At temperature 0 four turns give the reference's tokens, and each turn feeds only its own tokens."""
     chat, texts = make(system=system, context=256), []
-    backend, fed, prefill = chat.backend, [], engine.prefill
+    backend, fed, prefill = chat.backend, [], scheduler.prefill
 
-    def counted(model, cache, rows, starts, texts, *more, **options):
+    def counted(model, cache, slots, starts, texts, *more, **options):
         fed.append(len(texts[0]) - starts[0])
-        prefill(model, cache, rows, starts, texts, *more, **options)
+        prefill(model, cache, slots, starts, texts, *more, **options)
 
-    monkeypatch.setattr(engine, "prefill", counted)
+    monkeypatch.setattr(scheduler, "prefill", counted)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
         texts.append(text)
         ids = template(backend, system, texts)
@@ -148,7 +148,7 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     backend = make(max_tokens=60, temperature=1.0).backend
     backend.tokenizer.bytes[:256] = [bytes([b]) for b in range(256)]
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
-    backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
+    backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     pieces = []
     backend.reply(backend.ask([{"role": "user", "content": "x"}]), {}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
@@ -165,7 +165,7 @@ def test_tool_calls(make, tmp_path):
     forced = [special["<|output_start|>"], *tok.encode("12"), special["<|output_end|>"]]
     cut = plan.index(special["<|python_end|>"]) + 1
     rest = iter([*plan[:cut], *[7] * len(forced), *plan[cut:]])  # what is sampled while the result is forced is lost
-    backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
+    backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     out, _ = say(base, "3*4?")
     assert out == "is [3*4 = 12] so\n"
     assert base.messages[-1]["ids"] == [*plan[:cut], *forced, *plan[cut:-1]]
@@ -193,7 +193,7 @@ def test_commands(make, tmp_path):
     assert chat.messages == [] and chat.system == "Be kind."
 
 
-@pytest.mark.parametrize("place", ["sample", "decode", "step"])
+@pytest.mark.parametrize("place", ["sampler", "decode", "step"])
 def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     """Ctrl-C within a step keeps what was said; the next turn equals computing everything anew."""
     chat = make(context=256, top_k=1, temperature=1.0)  # top_k of 1 is greedy, and takes sample()

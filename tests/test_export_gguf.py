@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+import engine
 import export
 import format
 import pytest
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import train_small as ts
 from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
-from lib import chat_format, engine, export_portable
+from lib import chat_format, export_portable
 from lib.command import RunError
 from lib.export_tokenizer import read_vocabulary
 from safetensors.torch import load_file

@@ -5,12 +5,13 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
+import engine
 import peft
 import pytest
 import sft
 import torch
 import train_small as ts
-from lib import engine, export_model
+from lib import export_model
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache

@@ -18,13 +18,14 @@ from collections import Counter
 from pathlib import Path
 
 import chat as chat_script
+import engine
 import finetune
 import numpy as np
 import pytest
 import torch
 import train_medium as tm
 import train_small as ts
-from lib import chat_format, checkpoint, engine
+from lib import chat_format, checkpoint
 from lib import report as reports
 from safetensors.torch import load_file
 
@@ -314,7 +315,7 @@ KILL = """
 import os, signal, sys
 import torch
 import finetune
-from lib import engine
+import engine
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):

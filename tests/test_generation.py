@@ -1,8 +1,9 @@
-"""runs/lib/engine.py, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, kernel."""
+"""runs/engine/, calculator.py and runs/sample.py: loading, cache, slots that come and go, sampling, kernel."""
 
 import codecs
 import functools
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from conftest import ROOT, logits, random_documents, random_model, tiny_config, 
 from test_model import CONFIGS
 
 sys.path.insert(0, str(ROOT / "runs"))
+import engine
 import sample as sample_script
-from lib import engine
+from engine import cache, kernel, prefill, sampling, scheduler
 from lib.calculator import calculate
+from lib.command import RunError
 
 # ==== loading
 
@@ -35,7 +38,7 @@ def test_another_interface_is_refused(run_dir):
     description = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": "0123abc"}}))
     found = f"has interface 99 but this tool reads {engine.INTERFACE}; "
-    with pytest.raises(engine.RunError, match=f"{found}use the tools of the commit that made the run: 0123abc"):
+    with pytest.raises(RunError, match=f"{found}use the tools of the commit that made the run: 0123abc"):
         engine.load_run(run_dir, device="cpu")
 
 
@@ -49,7 +52,7 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
         ((run_dir, None, "cuda:99"), no_device.format("cuda:99")),
         ((other, None, "cpu"), "other cannot be loaded \\(Error"),
     ]:
-        with pytest.raises(engine.RunError, match=message) as error:
+        with pytest.raises(RunError, match=message) as error:
             engine.load_run(*arguments)
         assert "\n" not in str(error.value)
 
@@ -70,20 +73,27 @@ def test_tables_of_a_gpu_stay_in_bf16_on_a_cpu(bpe, tmp_path):  # noqa: F811
     torch.testing.assert_close(*found)
 
 
+def test_two_runs_in_one_process(bpe, tmp_path):  # noqa: F811
+    """Each keeps its module: a class of the first one is still found by its name."""
+    scripts = [engine.import_script(write_run(tmp_path / name, bpe)) for name in ("first", "second.run")]
+    assert scripts[0].__name__ != scripts[1].__name__ and [sys.modules[s.__name__] for s in scripts] == scripts
+    assert {type(script.Config()).__module__ for script in scripts} == {script.__name__ for script in scripts}
+
+
 # ==== decoding against the forward pass
 
 
-# name in engine, and what is wrong with it; the first argument is the right one
+# module and name, and what is wrong with it; the first argument is the right one
 FAULTS = {
-    "position": ("decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
-    "previous": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+    "position": (engine, "decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
+    "previous": (engine, "decode", lambda decode, model, cache, tokens, previous, positions: decode(
         model, cache, tokens, torch.stack((tokens, previous[1])), positions)),
-    "before": ("decode", lambda decode, model, cache, tokens, previous, positions: decode(
+    "before": (engine, "decode", lambda decode, model, cache, tokens, previous, positions: decode(
         model, cache, tokens, previous[[0, 0]], positions)),
-    "no offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], False)),
-    "offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": ("make_ring_plan", lambda plan, rows, num_cached, lengths, window, *more: plan(
-        rows, num_cached, lengths, max(window - 1, 1), *more)),
+    "no offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], False)),
+    "offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], True)),
+    "window": (prefill, "plan_ring", lambda plan, slots, num_cached, lengths, window, *more: plan(
+        slots, num_cached, lengths, max(window - 1, 1), *more)),
 }  # fmt: skip
 
 
@@ -96,23 +106,39 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
     return engine.Run(script, model, tokenizer, plain.config, 0)
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("module", "name", "fault"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
-def test_wrong_decoding_is_found(dataset, monkeypatch, name, fault, dtype, medium):
+def test_wrong_decoding_is_found(dataset, monkeypatch, module, name, fault, dtype, medium):
     """A wrong position, previous token, key offset or window is refused, also where rounding could hide it."""
     config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 1.0),), bigram_rows=500, trigram_ratio=2.5)
     run = run_of(random_model(config), dtype, tokenizer=dataset.tokenizer)
     assert sample_script.check(run)["decoding_error"] < sample_script.EXACT_TOLERANCE / 3
     assert sample_script.decoding_error(run.model, run.tokenizer) < sample_script.ROUNDED_TOLERANCE / 3
-    monkeypatch.setattr(engine, name, functools.partial(fault, getattr(engine, name)))
-    with pytest.raises(engine.RunError, match="decodes other logits than its forward pass"):
+    monkeypatch.setattr(module, name, functools.partial(fault, getattr(module, name)))
+    with pytest.raises(RunError, match="decodes other logits than its forward pass"):
         sample_script.check(run)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 0}, {"top_k": 0, "top_p": 0.5}])
+SAMPLINGS = [{"temperature": 0.0}, {}, {"top_k": 0}, {"top_k": 0, "top_p": 0.5}, {"presence_penalty": 1.0}]
+
+
+@pytest.mark.parametrize("options", SAMPLINGS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_infinite_logit_is_not_decoded(generator, monkeypatch, value, options):
+    """Models without softcap can compute one."""
+
+    def broken(*inputs):
+        return engine.decode(*inputs).index_fill(1, torch.tensor([7]), value)
+
+    monkeypatch.setattr(scheduler, "decode", broken)
+    with pytest.raises(RunError, match="not finite"):
+        engine.Generator(generator.model, generator.tokenizer).generate([[1, 2]], max_tokens=3, **options)
+
+
+@pytest.mark.parametrize("options", SAMPLINGS)
 def test_logits_that_are_not_finite_are_never_decoded(generator, options):
-    """Greedy or sampled, from the first id or a later one, one sentence; its rows are free afterwards."""
+    """Greedy or sampled, from the first id or a later one, one sentence; its slots are free afterwards."""
     model = random_model(tiny_config())
     broken = engine.Generator(model, generator.tokenizer)
     prompt = random_documents((9,), 290)[0]
@@ -120,7 +146,7 @@ def test_logits_that_are_not_finite_are_never_decoded(generator, options):
     with torch.no_grad():
         model.embed[answer[2]] = float("nan")
     for text in (prompt, [answer[2]]):
-        with pytest.raises(engine.RunError, match="not finite; name an earlier checkpoint with --step"):
+        with pytest.raises(RunError, match="not finite; name an earlier checkpoint with --step"):
             broken.generate([text], max_tokens=6, **options)
     assert not broken.decoder.running
 
@@ -182,13 +208,13 @@ def test_sample_flags(flag):
 
 
 def feed(model, cache, sequences, done, counts) -> torch.Tensor:
-    """Appends the next counts[row] tokens of each sequence (0: the row is idle). Returns the last logits (B, V)."""
+    """Appends the next counts[slot] tokens of each sequence (0: the slot is idle). Returns the last logits (B, V)."""
     ends = [d + n for d, n in zip(done, counts, strict=True)]
-    rows = [row for row, n in enumerate(counts) if n > 1]
+    slots = [slot for slot, n in enumerate(counts) if n > 1]
     with torch.no_grad():
-        if rows:  # all but the last token
-            beginnings = [sequences[row][: ends[row] - 1] for row in rows]
-            engine.prefill(model, cache, rows, [done[row] for row in rows], beginnings)
+        if slots:  # all but the last token
+            beginnings = [sequences[slot][: ends[slot] - 1] for slot in slots]
+            prefill.prefill(model, cache, slots, [done[slot] for slot in slots], beginnings)
         steps = [(*[7, 7, *ids[:end]][:-4:-1], end - 1 if n else -1)
                  for ids, end, n in zip(sequences, ends, counts, strict=True)]  # fmt: skip
         tokens, *previous, positions = torch.tensor(steps).unbind(1)
@@ -209,10 +235,10 @@ def test_cached_decoding_equals_full_forward(config):
         done, cache = [0, 0, 0], engine.KVCache.empty(model, 3, 64)
         for counts in (*chunks, *[(1, 1, 1)] * 4, (0, 1, 0), *[(1, 1, 1)] * 8):
             cached = feed(model, cache, sequences, done, counts)
-            for row in range(3):
-                if counts[row]:
-                    error = (cached[row] - full[row][done[row] - 1]).abs().max()
-                    assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
+            for slot in range(3):
+                if counts[slot]:
+                    error = (cached[slot] - full[slot][done[slot] - 1]).abs().max()
+                    assert error < 1e-4, f"slot {slot} after {done[slot]} tokens: {error}"
 
 
 # ==== generation
@@ -234,8 +260,8 @@ def argmax_loop(generator, prompt, max_tokens):
     return ids[len(prompt) :]
 
 
-def decoder_of(generator, num_rows, length=64, **options) -> engine.Decoder:
-    return engine.Decoder(generator.model, generator.tokenizer, num_rows, length, **options)
+def decoder_of(generator, num_slots, length=64, **options) -> engine.Decoder:
+    return engine.Decoder(generator.model, generator.tokenizer, num_slots, length, **options)
 
 
 def greedy(prompt, max_tokens) -> engine.Completion:
@@ -243,7 +269,7 @@ def greedy(prompt, max_tokens) -> engine.Completion:
 
 
 def run_out(decoder, completions=()) -> dict[int, int]:
-    """Adds completions by row, and makes steps until all rows are idle. Returns what add_requests does."""
+    """Adds completions by slot, and makes steps until all slots are idle. Returns what add_requests does."""
     reused = decoder.add_requests(completions) if completions else {}
     while decoder.running:
         decoder.step()
@@ -253,15 +279,15 @@ def run_out(decoder, completions=()) -> dict[int, int]:
 PROMPTS = random_documents((3, 20, 9, 1), vocab=290)
 
 
-@pytest.mark.parametrize(("rows", "pack"), [(128, 16384), (3, 12), (1, 16384)])
-def test_greedy_batch_equals_uncached_loop(generator, rows, pack, monkeypatch):
-    """Prompts of different lengths, all at once or as rows get free, give what each gives alone without a cache.
+@pytest.mark.parametrize(("slots", "pack"), [(128, 16384), (3, 12), (1, 16384)])
+def test_greedy_batch_equals_uncached_loop(generator, slots, pack, monkeypatch):
+    """Prompts of different lengths, all at once or as slots get free, give what each gives alone without a cache.
 
     So they do with a limit on the tokens computed at once.
     """
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", pack)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", pack)
     options = {"max_tokens": 40, "temperature": 0.0}
-    together = engine.Generator(generator.model, generator.tokenizer, rows).generate(PROMPTS, **options)
+    together = engine.Generator(generator.model, generator.tokenizer, slots).generate(PROMPTS, **options)
     assert together == [argmax_loop(generator, prompt, 40) for prompt in PROMPTS]
     assert together == [generator.generate([prompt], **options)[0] for prompt in PROMPTS]
     assert max(map(len, together)) == 40, "the windows are 8 and 16"
@@ -296,23 +322,23 @@ def test_padding_of_the_vocabulary_is_never_sampled(generator):
         assert max(max(row) for row in rows if row) < 300
 
 
-# ==== rows that come and go
+# ==== slots that come and go
 
 
-def test_rows_come_and_go(generator):
-    """Requests join while others decode, one is dropped, its row is taken again: each is as if it were alone.
+def test_slots_come_and_go(generator):
+    """Requests join while others decode, one is dropped, its slot is taken again: each is as if it were alone.
 
-    So it is where the row holds keys that are no numbers, as an overflow leaves them.
+    So it is where the slot holds keys that are no numbers, as an overflow leaves them.
     """
     decoder = decoder_of(generator, 3, 60)
     a, b, c, d, e = (greedy(ids, 25) for ids in random_documents((21, 9, 30, 1, 14), 290))
     decoder.add_requests({0: a, 2: b})
     for _ in range(4):
-        assert [row for row, *_ in decoder.step()] == [0, 2]
+        assert [slot for slot, *_ in decoder.step()] == [0, 2]
     decoder.add_requests({1: c})
     decoder.step()
-    decoder.free(2)  # the client of b left
-    for ring in (*decoder.cache.keys, *decoder.cache.values):
+    decoder.evict(2)  # the client of b left
+    for ring in decoder.cache.rings():
         ring[2] = float("nan")
     decoder.step()
     run_out(decoder, {2: d})
@@ -322,11 +348,11 @@ def test_rows_come_and_go(generator):
     assert b.tokens == argmax_loop(generator, b.prompt, 5) and b.reason == ""
 
 
-def test_a_stream_left_early_frees_its_rows(generator):
+def test_a_stream_left_early_frees_its_slots(generator):
     """The next call starts from nothing."""
     stream = generator.run([greedy(PROMPTS[2], 20)])
     next(stream)
-    other = generator.generate(PROMPTS[:1], max_tokens=3, temperature=0.0)  # meanwhile, with rows of its own
+    other = generator.generate(PROMPTS[:1], max_tokens=3, temperature=0.0)  # meanwhile, with slots of its own
     stream.close()
     assert not generator.decoder.running and not any(generator.decoder.prefix_cache.tokens)
     assert other == [argmax_loop(generator, PROMPTS[0], 3)]
@@ -337,12 +363,12 @@ def test_changed_weights_are_used(generator):
     """A generator that outlives an update of the model continues with the new weights."""
     model = random_model(tiny_config())
     mine = engine.Generator(model, generator.tokenizer)
-    before, rows = mine.generate(PROMPTS, max_tokens=10, temperature=0.0), mine.decoder
+    before, decoder = mine.generate(PROMPTS, max_tokens=10, temperature=0.0), mine.decoder
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.3)
     after = mine.generate(PROMPTS, max_tokens=10, temperature=0.0)
-    assert mine.decoder is rows and before != after == [argmax_loop(mine, prompt, 10) for prompt in PROMPTS]
+    assert mine.decoder is decoder and before != after == [argmax_loop(mine, prompt, 10) for prompt in PROMPTS]
 
 
 def test_one_graph_of_a_step(generator, monkeypatch):
@@ -374,7 +400,7 @@ def test_sampling_has_the_exact_distribution(options, kept):
     rows = torch.tensor(LOGITS).repeat(20000, 1)
     cuts = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}.values()
     columns = [torch.full((20000,), value) for value in cuts]
-    sampled = engine.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
+    sampled = sampling.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
     counts, kept = torch.bincount(sampled, minlength=len(LOGITS)).double(), sorted(kept)
     scaled = torch.tensor(LOGITS, dtype=torch.float64) / options.get("temperature", 1.0)
     expected = scaled[kept].softmax(0) * 20000
@@ -386,7 +412,7 @@ def test_noise_is_uniform_over_the_ids():
     """Equal logits: all 1,024 ids are as likely (chi square), for seeds that count up and for steps that do."""
     flat, zeros, count = torch.zeros(8192, 1024), torch.zeros(8192, dtype=torch.long), torch.arange(8192)
     for seeds, counters in ((count, zeros + 5), (zeros + 5, count), (count * 0x9E3779B1 % 2**32, zeros)):
-        sampled = engine.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
+        sampled = sampling.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
         assert 840 < ((torch.bincount(sampled, minlength=1024) - 8) ** 2 / 8).sum() < 1210  # 1,023 of freedom, sigma 45
 
 
@@ -432,18 +458,18 @@ def test_calculator_never_raises(text):
 def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
     """Stop tokens, lengths, tool calls, shared prefixes and requests that join late: as the plain way has them.
 
-    So it is where rows are stopped and continue later, elsewhere. Padded prefills compute as little. A graph computes
+    So it is where slots are stopped and continue later, elsewhere. Padded prefills compute as little. A graph computes
     its work at once here.
     """
-    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, key, work, *arguments: work(*arguments))
-    monkeypatch.setattr(engine, "NEW_BUCKETS", (16, 64))
-    monkeypatch.setattr(engine, "OLD_BUCKETS", (0, 32))
-    monkeypatch.setattr(engine, "MIN_SHARED_PREFIX", 16)
+    monkeypatch.setattr(scheduler.Graphs, "run", lambda graphs, key, work, *arguments: work(*arguments))
+    monkeypatch.setattr(prefill, "NEW_BUCKETS", (16, 64))
+    monkeypatch.setattr(prefill, "OLD_BUCKETS", (0, 32))
+    monkeypatch.setattr(cache, "MIN_SHARED_PREFIX", 16)
     shared, *ends = random_documents((30, 1, 5, 9, 2), vocab=290)
     prompts = [*PROMPTS, *([*shared[:n], *end] for n, end in zip((30, 30, 30, 20), ends, strict=True))]
     special = [generator.tokenizer.specials[f"<|python_{name}|>"] for name in ("start", "end")]
     call = {special[0]: 300.0, ord("3"): 200.0, special[1]: 100.0}  # one after the other
-    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "score_prompt": True},
+    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "prompt_logprobs": True},
                {"temperature": 0.0, "logit_bias": call, "frequency_penalty": 250.0}]  # fmt: skip
 
     def talk(decoder, stops=False) -> tuple:
@@ -451,29 +477,29 @@ def test_other_ways_give_the_same_tokens(generator, monkeypatch, kind):
                                    **options[i % 4]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
         waiting, reused = every[::-1], []
         while waiting or decoder.running:
-            idle = [row for row in range(3) if row not in decoder.running]
+            idle = [slot for slot in range(3) if slot not in decoder.running]
             if idle and waiting:
-                reused.append(decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]}))
+                reused.append(decoder.add_requests({slot: waiting.pop() for slot in idle[: len(waiting)]}))
             decoder.step()
-            if stops and len(decoder.running) == 2:  # the first row makes room
-                row, completion = min(decoder.running.items())
-                decoder.stop([row])
+            if stops and len(decoder.running) == 2:  # the first slot makes room
+                slot, completion = min(decoder.running.items())
+                decoder.release([slot])
                 waiting.insert(0, completion)
-        logprobs = [c.logprob for one in every for c in (*one.prompt_logprobs[1:], *one.token_logprobs)]
+        logprobs = [c.logprob for one in every for c in (*one.prompt_token_logprobs[1:], *one.token_logprobs)]
         return [(c.tokens, c.forced, c.reason) for c in every], logprobs, reused
 
-    plain, other = (decoder_of(generator, 3, prefix_rows=2) for _ in range(2))
+    plain, other = (decoder_of(generator, 3, prefix_slots=2) for _ in range(2))
     other.overlap = "overlap" in kind
-    other.prefill_graphs = engine.Graphs() if kind == "graphs" else None
+    other.prefill_graphs = scheduler.Graphs() if kind == "graphs" else None
     (expected, logprobs, reused), (found, other_logprobs, other_reused) = talk(plain), talk(other, "stops" in kind)
     assert found == expected and other_logprobs == pytest.approx(logprobs, abs=1e-5)
     assert {reason for *_, reason in found} == {"stop", "length"} and any(any(forced) for _, forced, _ in found)
     if kind == "graphs":
         assert other_reused == reused and {bucket.old for bucket in other.graph_inputs} == {0, 32}
-    for row in range(3):  # what they hold continues as if it were computed anew
-        cached = other.prefix_cache.tokens[row]
+    for slot in range(3):  # what they hold continues as if it were computed anew
+        cached = other.prefix_cache.tokens[slot]
         done = greedy([*cached, 7], 5)
-        assert run_out(other, {row: done}) == {row: len(cached)}
+        assert run_out(other, {slot: done}) == {slot: len(cached)}
         assert done.tokens == argmax_loop(generator, [*cached, 7], 5)
 
 
@@ -482,31 +508,31 @@ def test_shared_prefixes(generator, monkeypatch):
 
     Tokens computed in the same batch do not count as cached.
     """
-    monkeypatch.setattr(engine, "MIN_SHARED_PREFIX", 16)
-    decoder = decoder_of(generator, 3, prefix_rows=1)
+    monkeypatch.setattr(cache, "MIN_SHARED_PREFIX", 16)
+    decoder = decoder_of(generator, 3, prefix_slots=1)
     computed = []
 
-    def prefill(rows, num_cached, sequences, prefill=decoder.prefill_batch):
-        computed.append(sum(map(len, sequences)) - sum(num_cached))
-        return prefill(rows, num_cached, sequences)
+    def prefill(plans, prefill=decoder.prefill_batch):
+        computed.append(sum(len(plan.ids) - plan.num_cached for plan in plans))
+        return prefill(plans)
 
     monkeypatch.setattr(decoder, "prefill_batch", prefill)
     first, second, third = ([1, *ids] for ids in random_documents((40, 40, 40), vocab=290, seed=5))
 
     def ask(prompts) -> list[int]:
         """How many ids of each prompt were cached."""
-        completions = {row: greedy(prompt, 4) for row, prompt in prompts.items()}
+        completions = {slot: greedy(prompt, 4) for slot, prompt in prompts.items()}
         reused = run_out(decoder, completions)
         assert all(c.tokens == argmax_loop(generator, c.prompt, 4) for c in completions.values())
         return [*reused.values()]
 
-    assert [ask({row: [*first, row]}) for row in range(3)] == [[0], [0], [41]]
-    assert [ask({row: [*second, 5 + i]}) for i, row in enumerate((0, 1, 0))] == [[0], [0], [41]]
-    assert ask({2: [*first[:30], 9]}) == [0] and decoder.prefix_cache.tokens[3] == first[:30], "as row 2 had it"
-    assert ask({0: [*first[:30], 4], 1: [*second, 8]}) == [30, 0], "the shared row is in use"
-    assert ask({row: [*first[:35], row] for row in range(3)}) == [30, 30, 30]
+    assert [ask({slot: [*first, slot]}) for slot in range(3)] == [[0], [0], [41]]
+    assert [ask({slot: [*second, 5 + i]}) for i, slot in enumerate((0, 1, 0))] == [[0], [0], [41]]
+    assert ask({2: [*first[:30], 9]}) == [0] and decoder.prefix_cache.tokens[3] == first[:30], "as slot 2 had it"
+    assert ask({0: [*first[:30], 4], 1: [*second, 8]}) == [30, 0], "the shared slot is in use"
+    assert ask({slot: [*first[:35], slot] for slot in range(3)}) == [30, 30, 30]
     computed.clear()
-    assert ask({row: [*third, row] for row in range(3)}) == [0, 0, 0] and sum(computed) == 2 * len(third)
+    assert ask({slot: [*third, slot] for slot in range(3)}) == [0, 0, 0] and sum(computed) == 2 * len(third)
 
 
 # ==== tool calls
@@ -521,7 +547,7 @@ def scripted(monkeypatch, generator, plan, prompts, **options) -> list[engine.Co
         ids = [row[i] if i < len(row) else z.argmax().item() for row, z in zip(plan, logits_BV, strict=True)]
         return torch.tensor(ids)
 
-    monkeypatch.setattr(engine, "sample", planned)
+    monkeypatch.setattr(scheduler, "sample", planned)
     return engine.Generator(generator.model, generator.tokenizer).complete(prompts, **options)
 
 
@@ -567,7 +593,7 @@ def test_context_overflow(generator):
     (prompt,) = random_documents((60,), vocab=290)
     (completion,) = generator.complete([prompt], max_tokens=6, temperature=0.0)
     assert completion.tokens == argmax_loop(generator, prompt, 5) and completion.reason == "length"
-    with pytest.raises(engine.RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
+    with pytest.raises(RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
         generator.generate([[1] * 65], max_tokens=1)
 
 
@@ -598,7 +624,7 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
         for seed, options in enumerate(samplings):
             prompt = random_documents((3 + 5 * seed,), vocab=290)[0]
             completions.append(engine.Completion(prompt, 30, seed=seed, logprobs=3 if seed == 1 else None, **options))
-            decoder.free(seed % 4)
+            decoder.evict(seed % 4)
             decoder.add_requests({seed % 4: completions[-1]})
             for _ in range(8):
                 decoder.step()
@@ -612,10 +638,10 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
 def test_generator_on_a_gpu(generator, compile, monkeypatch):
-    """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
-    monkeypatch.setattr(engine, "Decoder", functools.partial(engine.Decoder, compile=compile))
+    """fp32 on the GPU gives the CPU's greedy tokens, with slots that are taken again, twice."""
+    monkeypatch.setattr(scheduler, "Decoder", functools.partial(engine.Decoder, compile=compile))
     model = random_model(tiny_config()).cuda()
-    mine = engine.Generator(model, generator.tokenizer, num_rows=2)
+    mine = engine.Generator(model, generator.tokenizer, num_slots=2)
     for _ in range(2):
         answers = mine.generate(PROMPTS, max_tokens=20, temperature=0.0)
         assert answers == [argmax_loop(generator, prompt, 20) for prompt in PROMPTS]
@@ -633,29 +659,29 @@ DEVICES = [pytest.param("cpu", id="interpreter", marks=COMPILED),
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("slots", [2, 21, 37])
-def test_decode_attention(slots, offset, device, monkeypatch):
-    """Several steps from idle, empty, half-full and wrapped rings; what lies in unseen slots does not matter."""
+@pytest.mark.parametrize("size", [2, 21, 37])
+def test_decode_attention(size, offset, device, monkeypatch):
+    """Several steps from idle, empty, half-full and wrapped rings; what lies in unseen cells does not matter."""
     cuda = device == "cuda"
     torch.manual_seed(0)
     scale, D, dtype = (29, 128, torch.bfloat16) if cuda else (1, 16, torch.float32)
     if not cuda:
-        monkeypatch.setattr(engine, "DECODE_TILES", dict(BN=16))
-        monkeypatch.setattr(engine, "use_triton", lambda x: True)
-    slots, H = slots * scale, 2
-    positions = torch.tensor([-1, 0, slots // 2, slots - 2, slots - 1, slots, 5 * slots + 1], device=device).int()
-    behind = (positions[:, None] - torch.arange(slots, device=device)) % slots
-    unseen = ((behind > positions[:, None]) | (behind == slots - 1))[:, :, None, None]
-    rings = torch.randn(2, len(positions), slots, H, D, device=device).to(dtype)
+        monkeypatch.setattr(kernel, "DECODE_TILES", dict(BN=16))
+        monkeypatch.setattr(kernel, "use_triton", lambda x: True)
+    size, H = size * scale, 2
+    positions = torch.tensor([-1, 0, size // 2, size - 2, size - 1, size, 5 * size + 1], device=device).int()
+    behind = (positions[:, None] - torch.arange(size, device=device)) % size
+    unseen = ((behind > positions[:, None]) | (behind == size - 1))[:, :, None, None]
+    rings = torch.randn(2, len(positions), size, H, D, device=device).to(dtype)
     mine, theirs = rings.masked_fill(unseen, float("nan")), rings.masked_fill(unseen, 0)
     for _ in range(2):
         q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
-        got = engine.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
-        want = engine.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
+        got = kernel.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
+        want = kernel.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
         error = (got - want)[1:].float().norm() / want[1:].float().norm()
         assert error < (1e-2 if cuda else 1e-5)  # not so for NaN
         assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"
-        assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "an idle row"
+        assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "an idle slot"
         positions = torch.where(positions < 0, positions, positions + 1)
 
 

@@ -546,7 +546,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
         found[arch].add(kernel)
         assert 16 <= int(registers) <= 255 and float(shared) < 227
     kernels = set()
-    for file in (PATH, PATH.parent / "runs/lib/engine.py", PATH.parent / "runs/lib/choices.py"):
+    for file in (PATH, PATH.parent / "runs/engine/kernel.py", PATH.parent / "runs/lib/choices.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
     assert found["9.0"] == kernels and len(kernels) == 12
     hopper = {"transpose_kernel", "linear_relu2_kernel", "linear_rotate_kernel", "norm_rotate_grad_kernel"}

@@ -7,13 +7,13 @@ test_generation.py.
 import dataclasses
 import json
 
+import engine
 import pytest
 import torch
 import torch.nn.functional as F
 import train_medium as tm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lib import engine
 
 import references
 

@@ -1,8 +1,10 @@
 """The web page, runs/page.py, in a headless Chromium: it talks to servers in this process."""
 
 # ruff: noqa: F811  (fixtures of another file)
+import asyncio
 import contextlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -10,10 +12,11 @@ import sys
 from urllib.parse import urlsplit
 
 import httpx2
+import openai
 import pytest
 
 from conftest import ROOT
-from test_serve import SCRIPT, expected, gate, runs, script, serve, talker, until, writer  # noqa: F401
+from test_serve import SCRIPT, base_server, chat_server, expected, gate, runs, script, serve, until  # noqa: F401
 
 PAGE = ROOT / "runs" / "page.py"
 BOT, USER = "[data-testid=bot]", "[data-testid=user]"
@@ -36,9 +39,9 @@ def start(*command) -> tuple[subprocess.Popen, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def pages(talker, writer):
+def pages(chat_server, base_server):
     """Addresses of pages for a chat model and for a base model."""
-    started = [start(PAGE, server.url) for server in (talker, writer)]
+    started = [start(PAGE, server.url) for server in (chat_server, base_server)]
     yield [lines[-1].removeprefix("page: ") for _, lines in started]
     for process, _ in started:
         process.send_signal(signal.SIGINT)
@@ -130,33 +133,33 @@ def bodies(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
-def test_an_answer_streams_in(talker, pages, browse, bodies, size):
+def test_an_answer_streams_in(chat_server, pages, browse, bodies, size):
     """With a call of the calculator, which goes back as it was; undo, retry, stop and edit; a reload keeps it."""
-    tok, page = talker.server.tokenizer, browse(pages[0], *size)
+    tok, page = chat_server.server.tokenizer, browse(pages[0], *size)
     special = {name[2:-2]: i for name, i in tok.specials.items()}
     plan = [*tok.encode("é is "), special["python_start"], *tok.encode("3*4*5"), special["python_end"],
             *tok.encode(" so")]  # fmt: skip
-    with gate(talker) as steps, script(talker, plan):
+    with gate(chat_server) as steps, script(chat_server, plan):
         send(page, "Hello")
-        until(lambda: talker.worker.sequences)
+        until(lambda: chat_server.worker.sequences)
         steps.release(len(tok.encode("é is ")))
         until(lambda: "".join(bots(page)).startswith("é"))
         steps.release(100)
         page.wait_for_selector("text=/^\\d+ tokens, \\d+ tokens.s$/")
     assert page.text_content(f"{BOT} mark code") == "[3*4*5 = 60]" and page.text_content(USER).strip() == "Hello"
-    say(page, talker, "again", "yes")
+    say(page, chat_server, "again", "yes")
     turns = [("user", "Hello"), ("assistant", "é is [3*4*5 = 60] so"), ("user", "again")]
     assert [(one["role"], one["content"]) for one in bodies[-1]["messages"]] == turns
     page.get_by_role("button", name="Undo").click()
     until(lambda: len(bots(page)) == 1)
-    with gate(talker) as steps:
+    with gate(chat_server) as steps:
         page.get_by_role("button", name="Retry").click()
-        until(lambda: talker.worker.sequences)
+        until(lambda: chat_server.worker.sequences)
         page.click(".stop-button")
-        until(lambda: all(one.request.gone for one in [*talker.worker.sequences.values()]))
+        until(lambda: all(one.request.aborted for one in [*chat_server.worker.sequences.values()]))
         steps.release(100)
-    until(lambda: not talker.worker.sequences and page.is_visible(".submit-button"))
-    with script(talker, tok.encode("other")):
+    until(lambda: not chat_server.worker.sequences and page.is_visible(".submit-button"))
+    with script(chat_server, tok.encode("other")):
         page.get_by_role("button", name="Edit").first.click()
         page.fill("[role=log] textarea", "Hi")
         page.get_by_role("button", name="Submit").first.click()
@@ -169,17 +172,17 @@ def test_an_answer_streams_in(talker, pages, browse, bodies, size):
     assert width[0] <= width[1], "nothing is wider than the window"
 
 
-def test_markup(talker, pages, browse):
+def test_markup(chat_server, pages, browse):
     """Code, tables and LaTeX are rendered; scripts do not run, and pictures of other hosts are not fetched."""
     page = browse(pages[0])
-    say(page, talker, "<b>show</b> all", MARKUP)
+    say(page, chat_server, "<b>show</b> all", MARKUP)
     inline = ":not(.katex-display) > .katex"
     for part in ("strong", "td >> text=2", "pre .token.keyword >> text=def", ".katex-display", inline):
         page.wait_for_selector(f"{BOT} {part}")
-    assert "$5 or $6" in page.text_content(BOT) and page.title() == "talker"
+    assert "$5 or $6" in page.text_content(BOT) and page.title() == "chat"
 
 
-def test_settings_and_errors(talker, pages, browse, bodies):
+def test_settings_and_errors(chat_server, pages, browse, bodies):
     """Settings go out with a request. What the server says is shown; a question without an answer is left out."""
     page = browse(pages[0])
     values = {"System text": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
@@ -188,41 +191,70 @@ def test_settings_and_errors(talker, pages, browse, bodies):
     send(page, "one")
     page.wait_for_selector(f"{BOT} >> text=seed: Input should be a valid integer")
     configure(page, {"Seed": "3"})
-    say(page, talker, "two", "yes")
+    say(page, chat_server, "two", "yes")
     assert bots(page)[-1] == "yes"
     names = ("temperature", "top_p", "min_p", "top_k", "max_tokens", "seed")
     assert [bodies[-1][name] for name in names] == [0.5, 0.9, 0.1, 5, 7, 3]
     assert [one["content"] for one in bodies[-1]["messages"]] == ["Be brief.", "two"]
 
 
-def test_the_oldest_messages_go_when_the_context_is_full(talker, pages, browse, bodies):
+def test_the_oldest_messages_go_when_the_context_is_full(chat_server, pages, browse, bodies):
     page = browse(pages[0])
     for text in ("the rest " * 60, "an old stone " * 60, "so it is " * 60):
-        say(page, talker, text, "yes")
+        say(page, chat_server, text, "yes")
     page.wait_for_selector("text=/oldest \\d+ messages no longer fit/")
     assert len(bodies[-1]["messages"]) < 5
     send(page, "word " * 600)
     page.wait_for_selector(f"{BOT} >> text=the prompt has")
 
 
-def test_a_base_model_continues_the_text(writer, pages, browse):
+def test_a_base_model_continues_the_text(base_server, pages, browse):
     page = browse(pages[1])
     configure(page, {"Temperature": "0"})
-    box, tok = page.locator("#text textarea"), writer.server.tokenizer
+    box, tok = page.locator("#text textarea"), base_server.server.tokenizer
     box.fill("the rest of")
     page.get_by_role("button", name="Continue").click()
     page.wait_for_selector("text=/^\\d+ tokens, /")
-    (new,) = expected(writer, [[tok.bos_id, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
+    (new,) = expected(base_server, [[tok.bos_id, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
     assert box.input_value() == "the rest of" + new.replace("\r", "\n")  # as browsers do
     page.get_by_role("button", name="Undo").click()
     until(lambda: box.input_value() == "the rest of")
 
 
+def test_a_streamed_answer_without_a_browser(chat_server):
+    """Text in growing pieces with marks around a call, then a note; a context that is full; an error message."""
+    import page
+
+    def ask(messages, **fields):
+        fields = {"model": "chat", "messages": messages, "temperature": 1.0, **fields}
+
+        async def collect():
+            async with openai.AsyncOpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as client:
+                return [part async for part in page.stream_answer(client.chat.completions.create, fields)]
+
+        return asyncio.run(collect())
+
+    tok = chat_server.server.tokenizer
+    special = {name[2:-2]: i for name, i in tok.specials.items()}
+    plan = [*tok.encode("is "), special["python_start"], *tok.encode("3*4"), special["python_end"], *tok.encode(" so")]
+    with script(chat_server, plan):
+        *parts, (text, note, error) = ask([{"role": "user", "content": "hello"}])
+    assert (text, error) == ("is <mark>`[3*4 = 12]`</mark> so", "")
+    assert re.fullmatch(r"\d+ tokens, [\d,]+ tokens/s", note)
+    assert all(note == error == "" and part.count("<mark>") == part.count("</mark>") for part, note, error in parts)
+    talk = [{"role": "user", "content": "the rest " * 60}, {"role": "assistant", "content": "yes"}]
+    question = [{"role": "system", "content": "Be brief."}, *talk * 9, {"role": "user", "content": "so?"}]
+    *_, (_, note, error) = ask(question, max_tokens=2)
+    assert "the oldest " in note and "messages no longer fit" in note and not error
+    *_, (_, _, error) = ask([{"role": "user", "content": "word " * 600}])
+    assert error.startswith("the context of this model is 512 tokens")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_the_server_starts_and_ends_its_page(runs, signum):
-    process, lines = start(SCRIPT, runs[True], "--page", "--port", "0", "--rows", "2", "--device", "cpu")
+    process, lines = start(SCRIPT, runs[True], "--page", "--port", "0", "--max-num-seqs", "2", "--device", "cpu")
     url = lines[-1].removeprefix("page: ")
-    assert lines[0].startswith("talker: http://127.0.0.1:") and httpx2.get(url).status_code == 200
+    assert lines[0].startswith("chat: http://127.0.0.1:") and httpx2.get(url).status_code == 200
     process.send_signal(signum)
     assert process.wait(30) == (0 if signum == signal.SIGTERM else -signum)
 

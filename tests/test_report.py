@@ -4,10 +4,11 @@ import gzip
 import json
 import re
 
+import engine
 import pytest
 import report as command
 import train_small as ts
-from lib import engine, report
+from lib import report
 
 from conftest import ROOT, TINY, sets, write_run
 

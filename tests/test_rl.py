@@ -12,6 +12,7 @@ import random
 import shutil
 from types import SimpleNamespace
 
+import engine
 import finetune
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import rl
 import sft
 import torch
 import train_small as ts
-from lib import chat_format, chat_tasks, engine
+from lib import chat_format, chat_tasks
 
 from conftest import ROOT, TINY, call, chat, entries, run_sft, sets, write_jsonl
 from processes import python

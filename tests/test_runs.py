@@ -15,12 +15,12 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import engine
 import pytest
 import torch
 import train_medium as tm
 import train_small as ts
 import wandb
-from lib import engine
 
 from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
 from conftest import refused, saved, snapshot, stop_at, tensors, tiny_config, train_steps, val_bpb  # isort: skip

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from engine.kernel import adjacent_heads, jit, tl, triton, use_triton
 from lib.command import RunError
-from lib.engine import adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
 
 

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+import engine
 import pydantic_core
-from lib import chat_format, engine, json_answers
+from lib import chat_format, json_schema
 from lib.chat_format import Detokenizer
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
@@ -24,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
-MAX_TOP = 20  # likeliest ids beside each id of an answer
+MAX_TOP_LOGPROBS = 20  # top tokens beside each token of an answer
 # Fields that a request has in common with engine.Completion.
 SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
 
@@ -49,22 +50,22 @@ class APIError(Exception):
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer to write. The model's thread writes it, and that of the event loop reads it."""
+    """One answer. The model's thread writes it, and that of the event loop reads it."""
 
     index: int  # among the choices of its request
     completion: engine.Completion
     detokenizer: Detokenizer
-    silent: bool = False  # only the prompt is shown, and nothing of the answer
+    echo_only: bool = False  # max_tokens is 0: only the prompt is shown
     request: "Request | None" = None
-    num_cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
+    num_cached: int | None = None  # token ids of the prompt that were in the cache; None: it had no slot yet
     deltas: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
     reason: str = ""  # why it ended: "stop" or "length"
 
     def add_output(self, output: engine.StepOutput) -> None:
-        """Turns the id of a step into text. A stop string ends the answer."""
-        if output.token is not None and not self.silent:
+        """Turns the token of a step into text. A stop string ends the answer."""
+        if output.token is not None and not self.echo_only:
             self.deltas.extend(self.detokenizer.add(output.token, self.completion.forced[-1]))
-        if output.reason and not self.detokenizer.stopped and not self.silent:
+        if output.reason and not self.detokenizer.stopped and not self.echo_only:
             self.deltas.extend(self.detokenizer.finish())
         self.reason = "stop" if self.detokenizer.stopped else output.reason
 
@@ -75,30 +76,31 @@ class Request:
 
     sequences: list[Sequence]
     fields: "ChatFields | TextFields"
-    logprobs: int | None  # so many likeliest ids beside each id; None: no logprobs
+    logprobs: int | None  # number of top tokens beside each token; None: no logprobs
 
-    # For the model's thread: sequences without a row, and how many have one.
+    # For the model's thread: sequences without a slot, and how many have one.
     waiting: deque[Sequence] = field(default_factory=deque)
     num_running: int = 0
-    gone: bool = False  # nobody waits for it any more
-    began: float = field(default_factory=time.monotonic)
+    aborted: bool = False  # nobody waits for it any more
+    arrival: float = field(default_factory=time.monotonic)
 
     error: APIError | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    updated: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self):
         self.waiting.extend(self.sequences)
         for sequence in self.sequences:
             sequence.request = self
 
-    async def progress(self) -> None:
-        """Waits for news, of however many steps. Raises: APIError"""
-        await self.news.wait()
-        self.news.clear()
-        if self.error and (self.gone or not self.done()):
+    async def wait(self) -> None:
+        """Waits until something of it has changed, by however many steps. Raises: APIError"""
+        await self.updated.wait()
+        self.updated.clear()
+        if self.error and (self.aborted or not self.done()):
             raise self.error
 
     def done(self) -> bool:
+        """Whether all of its answers have ended."""
         return all(sequence.reason for sequence in self.sequences)
 
 
@@ -111,7 +113,7 @@ def as_list(value: Any) -> Any:
     return [value] if is_one else value
 
 
-def joined(value: Any) -> Any:
+def join_parts(value: Any) -> Any:
     """The text of a message's content, which may come in parts or be null."""
     if not isinstance(value, list):
         return value or ""
@@ -128,7 +130,7 @@ class JsonSchema(BaseModel, strict=True):
 
 class PlainFormat(BaseModel, strict=True):
     type: Literal["text", "json_object"] = "text"
-    given: dict = Field(json_answers.ANY_OBJECT, alias="schema")  # as llama.cpp has it, of a json_object
+    given: dict = Field(json_schema.ANY_OBJECT, alias="schema")  # as llama.cpp has it, of a json_object
 
 
 class SchemaFormat(BaseModel, strict=True):
@@ -141,16 +143,18 @@ Ids = Annotated[list[int], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON are
-# Fields of other servers that would change an answer, with their values that change nothing.
-UNSUPPORTED = dict.fromkeys(("suffix", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ())
-UNSUPPORTED |= dict.fromkeys(("grammar", "structured_outputs", "json_schema", "min_tokens", "ignore_eos"), ())
-UNSUPPORTED |= {"stop_token_ids": (), "repetition_penalty": (1,), "repeat_penalty": (1,), "best_of": (1,)}
+# Fields of other servers that would change an answer, with values that change nothing. No empty value does.
+UNSUPPORTED = {
+    "suffix": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (),
+    "structured_outputs": (), "json_schema": (), "min_tokens": (), "ignore_eos": (), "stop_token_ids": (),
+    "repetition_penalty": (1,), "repeat_penalty": (1,), "best_of": (1,),
+}  # fmt: skip
 TOOLS = {"tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto")}
 
 
 class Message(BaseModel, strict=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(joined)] = ""
+    content: Annotated[str, BeforeValidator(join_parts)] = ""
 
 
 class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
@@ -178,7 +182,7 @@ class ChatFields(AnswerFields):
     # -1: as many as fit
     max_tokens: int = Field(-1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class TextFields(AnswerFields):
@@ -186,7 +190,7 @@ class TextFields(AnswerFields):
     prompt: Annotated[list[str | Ids], Field(min_length=1), BeforeValidator(as_list)]
     max_tokens: int = Field(16, ge=-1)
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class TokenizeFields(BaseModel, strict=True):
@@ -211,9 +215,9 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     except ValueError as error:
         raise APIError(400, f"the request is not valid JSON ({error})") from None
     else:
-        for name in body.keys() & (UNSUPPORTED | TOOLS):
-            value = body[name]
-            if value and value not in (UNSUPPORTED | TOOLS)[name]:
+        for name, harmless in (UNSUPPORTED | TOOLS).items():
+            value = body.get(name)
+            if value and value not in harmless:
                 advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
                 raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
         return fields
@@ -229,17 +233,21 @@ def shorten(value: Any) -> str:
 
 
 class Protocol:
-    """Checks requests for one model, and turns their texts into ids."""
+    """Checks requests for one model, and turns their texts into ids.
 
-    def __init__(self, name: str, tokenizer, limit: int, chat: bool, most_choices: int):
+    Args:  name of the model; tokenizer: Tokenizer of a script; max_len: tokens of the context; chat: whether the model
+           was finetuned for it; max_choices: answers to one request, at most MAX_CHOICES
+    """
+
+    def __init__(self, name: str, tokenizer, max_len: int, chat: bool, max_choices: int):
         self.name = name
         self.tokenizer = tokenizer
-        self.limit = limit  # tokens of the context
+        self.max_len = max_len
         self.chat = chat
-        self.most_choices = min(MAX_CHOICES, most_choices)
-        self.marks = set(tokenizer.specials.values())
+        self.max_choices = min(MAX_CHOICES, max_choices)
+        self.special_ids = set(tokenizer.specials.values())
         tools = {tokenizer.specials.get(name) for name in chat_format.CALL_TOKENS} if chat else set()
-        self.stops = tuple(sorted(self.marks - tools))
+        self.stops = tuple(sorted(self.special_ids - tools))
         end = tokenizer.specials[chat_format.ASSISTANT_END] if chat else tokenizer.bos_id
         self.vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=end)
 
@@ -255,7 +263,7 @@ class Protocol:
         prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
         request = self.make_request(fields, prompts, fields.logprobs, fields.echo)
         for sequence in request.sequences if fields.echo else ():
-            shown = [id for id in sequence.completion.prompt if id not in self.marks]
+            shown = [id for id in sequence.completion.prompt if id not in self.special_ids]
             sequence.deltas.append(("text", self.tokenizer.decode(shown)))
         return request
 
@@ -263,18 +271,18 @@ class Protocol:
         """The answers to some prompts. Raises: APIError"""
         count = fields.n * len(prompts)
         if fields.model not in ("", self.name):
-            wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
-            raise APIError(404, wrong, "model", "model_not_found")
-        if count > self.most_choices:
-            raise APIError(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
-        fields.max_tokens = min(fields.max_tokens, self.limit) if fields.max_tokens >= 0 else self.limit
+            problem = f"there is no model {shorten(fields.model)} here, only {self.name}"
+            raise APIError(404, problem, "model", "model_not_found")
+        if count > self.max_choices:
+            raise APIError(400, f"the request asks for {count:,} answers; at most {self.max_choices} work", "n")
+        fields.max_tokens = min(fields.max_tokens, self.max_len) if fields.max_tokens >= 0 else self.max_len
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
         sequences = []
         for prompt in prompts:
-            if len(prompt) > self.limit:
-                wrong = f"the context of this model is {self.limit:,} tokens but the prompt has {len(prompt):,}"
-                raise APIError(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
+            if len(prompt) > self.max_len:
+                problem = f"the context of this model is {self.max_len:,} tokens but the prompt has {len(prompt):,}"
+                raise APIError(400, f"{problem}; shorten it", fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -283,27 +291,31 @@ class Protocol:
                     tools=self.chat and fields.response_format.type == "text",
                     seed=fields.seed + len(sequences) * engine.SEED_STRIDE,
                     logprobs=logprobs,
-                    score_prompt=echo and logprobs is not None,
+                    prompt_logprobs=echo and logprobs is not None,
                     top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
                 detokenizer = Detokenizer(self.tokenizer, tuple(fields.stop))
-                sequences.append(Sequence(len(sequences), completion, detokenizer, silent=fields.max_tokens == 0))
+                sequences.append(Sequence(len(sequences), completion, detokenizer, echo_only=fields.max_tokens == 0))
         return Request(sequences, fields, logprobs)
 
     def set_masks(self, request: Request) -> None:
         """Sets which ids the answers may hold, as they must be JSON; this can take seconds. Raises: APIError"""
-        wanted = request.fields.response_format
-        schema = wanted.json_schema.given if wanted.type == "json_schema" else wanted.given
+        response_format = request.fields.response_format
+        if response_format.type == "json_schema":
+            schema = response_format.json_schema.given
+        else:
+            schema = response_format.given
         try:
-            mask = json_answers.Mask.of(schema, self.vocabulary, longest=request.fields.max_tokens)
+            mask = json_schema.Mask.from_schema(schema, self.vocabulary, max_chars=request.fields.max_tokens)
         except ValueError as error:
-            wrong = f"response_format: this schema does not work here ({error})"
-            raise APIError(400, wrong, "response_format") from None
+            problem = f"response_format: this schema does not work here ({error})"
+            raise APIError(400, problem, "response_format") from None
         for sequence in request.sequences:
             sequence.completion.mask = mask.copy()
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Checks that the tokenizer has all ids of a field. Raises: APIError that names the field, param"""
         largest = self.tokenizer.vocab_size - 1
         if not all(0 <= id <= largest for id in ids):
             raise APIError(400, f"{param} holds ids outside of 0 to {largest:,}", param)
@@ -335,7 +347,7 @@ class Protocol:
             ids = self.tokenizer.encode(fields.prompt)
             if fields.add_special_tokens:
                 ids = [self.tokenizer.bos_id, *ids]
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.limit}
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_len}
 
     def detokenize(self, data: bytes) -> dict:
         """The text of ids. Raises: APIError"""
@@ -347,86 +359,95 @@ class Protocol:
 # ---- answers
 
 
+@dataclass
+class Sent:
+    """What the client of a stream has of one answer."""
+
+    ended: bool = False  # whether it knows why the answer ended
+    num_logprobs: int = 0  # tokens whose logprobs were sent
+    text_offset: int = 0  # characters before the next of these tokens
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+
 class Answers:
-    """The JSON of the answers to one request."""
+    """The JSON of the answers to one request.
+
+    A subclass has the form of an endpoint: content(text) is the field of a choice with a whole answer, delta(text,
+    part) that with what is new in a stream (without arguments: nothing), and logprobs_json(sent, tokens) what logprobs
+    hold of the tokens, pairs of an id and its engine.TokenLogprob, that follow those of the last call.
+    """
 
     def __init__(self, request: Request, model: str, tokenizer):
         self.request = request
-        self.chat = request.fields.source == "messages"
-        self.with_usage = request.fields.stream_options.get("include_usage")  # in a stream
         self.tokenizer = tokenizer
-        count = len(request.sequences)
-        self.ended = [False] * count  # whether the end of a sequence was sent
-        self.num_sent = [0] * count  # ids whose logprobs were sent
-        self.text_offsets = [0] * count  # characters before the next of these ids
-        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
-        kind = "chat.completion" if self.chat else "text_completion"
-        if self.chat and request.fields.stream:
-            kind = "chat.completion.chunk"
-        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{random.getrandbits(96):024x}"
-        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self.with_usage = request.fields.stream_options.get("include_usage")  # in a stream
+        self.sent = [Sent() for _ in request.sequences]
+        self.head = {
+            "id": f"{self.id_prefix}-{random.getrandbits(96):024x}",
+            "object": self.stream_object if request.fields.stream else self.object,
+            "created": int(time.time()),
+            "model": model,
+        }
         # The beginning of every event of a stream.
-        shown = self.head | {"usage": None} if self.with_usage else self.head
-        self.start = f"data: {json.dumps(shown)[:-1]}, "
+        head = self.head | {"usage": None} if self.with_usage else self.head
+        self.event_start = f"data: {json.dumps(head)[:-1]}, "
+
+    def first_events(self) -> str:
+        """The events of a stream before the first token."""
+        return ""
 
     def whole(self) -> dict:
         """The answer to a request without stream, once all sequences are done."""
         choices = []
         for sequence in self.request.sequences:
             text = "".join(text for _, text in sequence.deltas)
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self.chat else {"text": text}
-            ends = {"logprobs": self.logprobs(sequence), "finish_reason": sequence.reason}
-            choices.append({"index": sequence.index, **content, **ends})
+            choice = {"index": sequence.index, **self.content(text)}
+            choices.append(choice | {"logprobs": self.new_logprobs(sequence), "finish_reason": sequence.reason})
         return self.head | {"choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """The answers as server-sent events. What came while the client was slow goes out at once."""
-        sequences = self.request.sequences
-        role = {"content": "", "role": "assistant"}  # the first event of each choice of a chat
-        text = "".join(self.event(sequence, role, None) for sequence in sequences) if self.chat else ""
+        text = self.first_events()
         try:
             while True:
                 is_done = self.request.done()  # read first, as the model's thread goes on
-                text += "".join(self.chunks(sequence) for sequence in sequences)
+                text += "".join(self.new_events(sequence) for sequence in self.request.sequences)
                 if is_done:
                     break
                 if text:
                     yield text
                 text = ""
-                await self.request.progress()
-        except APIError as problem:
-            yield f"data: {json.dumps(problem.body)}\n\n"
+                await self.request.wait()
+        except APIError as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
             return
-        body = self.head | {"choices": [], "usage": self.usage()}
-        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
-        yield f"{text}{usage}data: [DONE]\n\n"
+        if self.with_usage:
+            body = self.head | {"choices": [], "usage": self.usage()}
+            text += f"data: {json.dumps(body)}\n\n"
+        yield f"{text}data: [DONE]\n\n"
 
-    def chunks(self, sequence: Sequence) -> str:
+    def new_events(self, sequence: Sequence) -> str:
         """The events for what is new of a sequence; deltas of one part in a row go together."""
         reason = sequence.reason  # read first, as the model's thread sets it after the last delta
         deltas = [sequence.deltas.popleft() for _ in range(len(sequence.deltas))]
         events = []
         for part, group in itertools.groupby(deltas, key=lambda delta: delta[0]):
-            text = "".join(text for _, text in group)
-            content = {"content": text} if self.chat else text
-            if self.chat and part != "text":
-                content["part"] = part
-            events.append(self.event(sequence, content, self.logprobs(sequence)))
-        if reason and not self.ended[sequence.index]:
-            self.ended[sequence.index] = True
-            content = {} if self.chat else ""
-            events.append(self.event(sequence, content, self.logprobs(sequence), reason))
+            delta = self.delta("".join(text for _, text in group), part)
+            events.append(self.event(sequence, delta, self.new_logprobs(sequence)))
+        sent = self.sent[sequence.index]
+        if reason and not sent.ended:
+            sent.ended = True
+            events.append(self.event(sequence, self.delta(), self.new_logprobs(sequence), reason))
         return "".join(events)
 
-    def event(self, sequence: Sequence, content, logprobs: dict | None, reason: str | None = None) -> str:
-        name = "delta" if self.chat else "text"
-        choice = {"index": sequence.index, name: content, "logprobs": logprobs, "finish_reason": reason}
-        return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
+    def event(self, sequence: Sequence, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> str:
+        """One server-sent event, which ends with an empty line."""
+        choice = {"index": sequence.index, **delta, "logprobs": logprobs, "finish_reason": reason}
+        return f'{self.event_start}"choices": [{json.dumps(choice)}]}}\n\n'
 
     def usage(self) -> dict:
-        new = sum(len(sequence.completion.tokens) for sequence in self.request.sequences if not sequence.silent)
-        # A prompt counts once, however many answers it has.
+        """Tokens of the request. A prompt counts once, however many answers it has."""
+        new = sum(len(sequence.completion.tokens) for sequence in self.request.sequences if not sequence.echo_only)
         firsts = self.request.sequences[:: self.request.fields.n]
         prompt = sum(len(sequence.completion.prompt) for sequence in firsts)
         return {
@@ -436,50 +457,93 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": sum(sequence.num_cached for sequence in firsts)},
         }
 
-    def logprobs(self, sequence: Sequence) -> dict | None:
-        """The ids of a sequence that were not sent yet, with their logprobs."""
+    def new_logprobs(self, sequence: Sequence) -> dict | None:
+        """The logprobs of a sequence's tokens that were not sent yet."""
         if self.request.logprobs is None:
             return None
         completion = sequence.completion
-        ids = [] if sequence.silent else completion.tokens
+        ids = [] if sequence.echo_only else completion.tokens
         logprobs = completion.token_logprobs
-        if completion.score_prompt:
+        if completion.prompt_logprobs:
             ids = completion.prompt + ids
-            logprobs = completion.prompt_logprobs + logprobs
-        start = self.num_sent[sequence.index]
-        # The model's thread continues meanwhile: an id may be there before its logprob.
-        found = list(zip(ids[start:], logprobs[start:], strict=False))
-        self.num_sent[sequence.index] += len(found)
-        if self.chat:
-            return {"content": [self.chat_logprob(*one) for one in found], "refusal": None}
-        return self.text_logprobs(sequence, found)
+            logprobs = completion.prompt_token_logprobs + logprobs
+        sent = self.sent[sequence.index]
+        # The model's thread continues meanwhile: a token may be there before its logprob.
+        tokens = list(zip(ids[sent.num_logprobs :], logprobs[sent.num_logprobs :], strict=False))
+        sent.num_logprobs += len(tokens)
+        return self.logprobs_json(sent, tokens)
 
-    def chat_logprob(self, token: int, entry: engine.TokenLogprob) -> dict:
-        def named(token: int, logprob: float) -> dict:
-            return {"token": self.shown(token), "logprob": logprob, "bytes": list(self.tokenizer.bytes[token])}
-
-        top = entry.top[: self.request.logprobs]
-        return named(token, entry.logprob) | {"top_logprobs": [named(*one) for one in top]}
-
-    def shown(self, token: int) -> str:
+    def text_of(self, token: int) -> str:
+        """The text of one token; bytes that are no whole character become U+FFFD."""
         return self.tokenizer.bytes[token].decode("utf-8", "replace")
 
-    def text_logprobs(self, sequence: Sequence, found: list) -> dict:
-        """The form of /v1/completions. The first id of a prompt has no logprob."""
+
+class ChatAnswers(Answers):
+    """The form of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    stream_object = "chat.completion.chunk"
+
+    def content(self, text: str) -> dict:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str = "", part: str = "") -> dict:
+        if not part:
+            return {"delta": {}}
+        if part == "text":
+            return {"delta": {"content": text}}
+        return {"delta": {"content": text, "part": part}}
+
+    def first_events(self) -> str:
+        role = {"delta": {"content": "", "role": "assistant"}}
+        return "".join(self.event(sequence, role) for sequence in self.request.sequences)
+
+    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
+        content = []
+        for token, entry in tokens:
+            top = [self.logprob_json(other, logprob) for other, logprob in entry.top[: self.request.logprobs]]
+            content.append(self.logprob_json(token, entry.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def logprob_json(self, token: int, logprob: float) -> dict:
+        return {"token": self.text_of(token), "logprob": logprob, "bytes": list(self.tokenizer.bytes[token])}
+
+
+class TextAnswers(Answers):
+    """The form of /v1/completions."""
+
+    id_prefix = "cmpl"
+    object = "text_completion"
+    stream_object = "text_completion"
+
+    def content(self, text: str) -> dict:
+        return {"text": text}
+
+    def delta(self, text: str = "", part: str = "") -> dict:
+        return {"text": text}
+
+    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
+        """The first token of a prompt has no logprob."""
         result = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, entry in found:
-            text = self.shown(token)
+        for token, entry in tokens:
+            text = self.text_of(token)
             top = None
             if entry is not None:
                 shown = [*entry.top[: self.request.logprobs], (token, entry.logprob)]
-                # Of ids that look the same, the likeliest counts.
-                top = {self.shown(other): logprob for other, logprob in reversed(shown)}
+                # Of tokens that look the same, the most likely one counts.
+                top = {self.text_of(other): logprob for other, logprob in reversed(shown)}
             result["tokens"].append(text)
             result["token_logprobs"].append(entry.logprob if entry else None)
             result["top_logprobs"].append(top)
-            result["text_offset"].append(self.text_offsets[sequence.index])
+            result["text_offset"].append(sent.text_offset)
             if token not in self.tokenizer.specials.values():
-                # Ids that hold parts of a character add it with the last of them.
-                added = self.decoders[sequence.index].decode(self.tokenizer.bytes[token])
-                self.text_offsets[sequence.index] += len(added)
+                # Tokens that hold parts of a character add it with the last of them.
+                sent.text_offset += len(sent.decoder.decode(self.tokenizer.bytes[token]))
         return result
+
+
+def answers_to(request: Request, model: str, tokenizer) -> Answers:
+    """The answers to a request in the form of its endpoint."""
+    kind = ChatAnswers if isinstance(request.fields, ChatFields) else TextAnswers
+    return kind(request, model, tokenizer)

@@ -212,7 +212,7 @@ def held_out_prompts(run) -> list[list[int]]:
 
 def sample_texts(run, command: str) -> list[str]:
     """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
-    from lib import engine
+    import engine
 
     generate = engine.Generator(run.model, run.tokenizer).generate
     if command == "finetune":
@@ -228,7 +228,7 @@ def sample_texts(run, command: str) -> list[str]:
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
     """Samples of the newest checkpoint or of a live model, and the heading over them or why there are none."""
-    from lib import engine
+    import engine
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)

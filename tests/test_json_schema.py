@@ -2,16 +2,19 @@
 
 # ruff: noqa: F811  (fixtures of another file)
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import engine
 import jsonschema
 import pydantic
 import pytest
-from lib import engine, json_answers
+from engine import scheduler
+from lib import json_schema
 
-from test_serve import HELLO, expected, model_logprobs, rendered, runs, talker, writer  # noqa: F401  (fixtures)
+from test_serve import HELLO, base_server, chat_server, expected, model_logprobs, rendered, runs  # noqa: F401  (fixtures)
 
 SCHEMAS = [
     {"type": "boolean"},
@@ -33,22 +36,22 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
+def test_answers_follow_a_json_schema(chat_server, schema, monkeypatch):
     """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
 
     Every other time steps overlap, as on a GPU.
     """
-    monkeypatch.setattr(talker.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
-    body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
+    monkeypatch.setattr(chat_server.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
+    body = {"model": "chat", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=80, temperature=0)
+        other = pool.submit(chat_server.chat, model="chat", messages=HELLO, max_tokens=80, temperature=0)
         shape = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-        choices = talker.chat(**body, response_format=shape).choices
+        choices = chat_server.chat(**body, response_format=shape).choices
     for choice in choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
-    prompt = rendered(talker, HELLO)
-    assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=80, temperature=0.0)
+    wanted = expected(chat_server, [rendered(chat_server, HELLO)], max_tokens=80, temperature=0.0)
+    assert [other.result().choices[0].message.content] == wanted
 
 
 def ask(running, schema, **options):
@@ -83,12 +86,12 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-def test_hostile_schemas(talker):
+def test_hostile_schemas(chat_server):
     """They are refused in a sentence, or their answer ends; meanwhile others get theirs."""
     with ThreadPoolExecutor(32) as pool:
-        refused = [pool.submit(ask, talker, schema) for schema, _ in HOSTILE]
-        answered = [pool.submit(ask, talker, schema) for schema in HARMLESS]
-        plain = [talker.post({"messages": HELLO, "max_tokens": 8}) for _ in range(5)]
+        refused = [pool.submit(ask, chat_server, schema) for schema, _ in HOSTILE]
+        answered = [pool.submit(ask, chat_server, schema) for schema in HARMLESS]
+        plain = [chat_server.post({"messages": HELLO, "max_tokens": 8}) for _ in range(5)]
         assert not all(call.done() for call in refused), "they block nobody"
         assert all(reply.status_code == 200 for reply in plain)
         for call, (_, message) in zip(refused, HOSTILE, strict=True):
@@ -102,28 +105,40 @@ def test_hostile_schemas(talker):
 @pytest.mark.parametrize("code", ["x = bytearray(2**31)", "import os; os.kill(os.getpid(), 11)", "while True: pass"])
 def test_the_compiler_is_a_process_with_limits(monkeypatch, tmp_path, code):
     """Memory, a broken stack and time end it, and nothing else."""
-    source = Path(json_answers.__file__).read_text(encoding="utf-8")
+    source = Path(json_schema.__file__).read_text(encoding="utf-8")
     (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin.read()", code))
-    monkeypatch.setattr(json_answers, "__file__", str(tmp_path / "compiler.py"))
-    assert json_answers.check_grammar(code) == "it takes too much time or memory; make it simpler"
+    monkeypatch.setattr(json_schema, "__file__", str(tmp_path / "compiler.py"))
+    assert json_schema.check_grammar(code) == "it takes too much time or memory; make it simpler"
 
 
-def test_answers_end(talker):
+def test_one_limit_that_cannot_be_set(monkeypatch, tmp_path):
+    """Where the stack may not be as large as its limit, the others are set nevertheless."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -s 512\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    source = Path(json_schema.__file__).read_text(encoding="utf-8")
+    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin.read()", "x = bytearray(2**31)"))
+    monkeypatch.setattr(json_schema, "__file__", str(tmp_path / "compiler.py"))
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert json_schema.check_grammar("small stack") == "it takes too much time or memory; make it simpler"
+
+
+def test_answers_end(chat_server):
     """Without any limit in the schema; compact, as others write it, and valid by another library."""
     schema = {"type": "object", "required": ["name", "age", "path", "more"], "properties": {
         "name": {"type": "string"}, "age": {"type": "integer"}, "path": {"type": "string", "format": "path"},
         "more": {"type": "array", "items": {"$ref": "#/$defs/m"}, "maxItems": 2}},
         "$defs": {"m": {"type": ["string", "null"]}}}  # fmt: skip
-    choices = ask(talker, schema, n=20).json()["choices"]
+    choices = ask(chat_server, schema, n=20).json()["choices"]
     texts = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
     assert len(texts) >= 19
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
         assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii="\\u" in text) or "\\" in text
-    (choice,) = ask(talker, {"type": "integer"}, logit_bias={str(i): 50 for i in range(48, 58)}).json()["choices"]
+    (choice,) = ask(chat_server, {"type": "integer"}, logit_bias={str(i): 50 for i in range(48, 58)}).json()["choices"]
     assert choice["finish_reason"] == "stop" and len(choice["message"]["content"]) <= 20
     same = {"type": "json_object", "schema": {"enum": ["one"]}}
-    answer = talker.post({"messages": HELLO, "response_format": same}).json()
+    answer = chat_server.post({"messages": HELLO, "response_format": same}).json()
     assert answer["choices"][0]["message"]["content"] == '"one"'
 
 
@@ -133,13 +148,13 @@ def test_answers_end(talker):
     {"type": "string", "pattern": "^a{150}$"}, {"type": "integer", "minimum": 10**18},
     {"properties": {"format": {"const": "x"}, "maxLength": {"type": "string", "maxLength": 7}}},
 ])  # fmt: skip
-def test_narrow_schemas_still_have_answers(schema):
+def test_bounded_schemas_still_have_answers(schema):
     """What has limits of its own keeps them."""
-    new = json_answers.narrow(schema, 100, '"allOf"' not in json.dumps(schema))
+    new = json_schema.bound_schema(schema, 100, '"allOf"' not in json.dumps(schema))
     assert new == schema | ({"additionalProperties": False} if "properties" in schema else {})
 
 
-class Recorded(engine.Graphs):
+class Recorded(scheduler.Graphs):
     """Stands for CUDA graphs: works again with the arguments of the first time, into what it returned then."""
 
     def run(self, key, work, *arguments):
@@ -151,23 +166,23 @@ class Recorded(engine.Graphs):
         return result if new is None else result.copy_(new)
 
 
-def test_masks_beside_other_rows(talker):
-    """Steps that overlap, and graphs, give every row the ids that plain steps give; rows join, end and stop."""
+def test_masks_beside_other_slots(chat_server):
+    """Steps that overlap, and graphs, give every slot the ids that plain steps give; completions join, end and stop."""
     schemas = [None, SCHEMAS[6], None, {"type": "object"}, None, SCHEMAS[4]]
-    vocabulary = talker.server.protocol.vocabulary
-    model, tokenizer = talker.worker.model, talker.server.tokenizer
+    vocabulary = chat_server.server.protocol.vocabulary
+    model, tokenizer = chat_server.worker.model, chat_server.server.tokenizer
 
     def answers(overlap, graphs):
         decoder = engine.Decoder(model, tokenizer, 3)
         decoder.overlap, decoder.step_graphs = overlap, Recorded() if graphs else None
         every = [engine.Completion([1, 2, i], 9 + 7 * i, seed=i, temperature=float(i % 4 > 0), stop=(9, *range(40, 60)),
-                                   logprobs=0, mask=schema and json_answers.Mask.of(schema, vocabulary))
+                                   logprobs=0, mask=schema and json_schema.Mask.from_schema(schema, vocabulary))
                  for i, schema in enumerate(schemas * 2)]  # fmt: skip
         waiting = every[::-1]
         while waiting or decoder.running:
-            idle = [row for row in range(3) if row not in decoder.running]
+            idle = [slot for slot in range(3) if slot not in decoder.running]
             if idle and waiting:
-                decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]})
+                decoder.add_requests({slot: waiting.pop() for slot in idle[: len(waiting)]})
             decoder.step()
         keys = decoder.step_graphs.recorded if graphs else ()
         return [(c.tokens, c.reason, [entry.logprob for entry in c.token_logprobs]) for c in every], keys
@@ -177,30 +192,30 @@ def test_masks_beside_other_rows(talker):
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
 
 
-def test_narrow_schemas():
+def test_bound_schema():
     """Each end that is open gets a limit, beyond what the schema asks for."""
-    narrow, far = json_answers.narrow, json_answers.FAR
-    assert narrow({"type": "integer", "minimum": 0}, 9, True) == {"type": "integer", "minimum": 0, "maximum": far}
-    assert narrow([{"type": ["string", "null"], "minLength": 12}, {"type": "string", "minLength": 1}], 9, True) == [
+    bound, max_int = json_schema.bound_schema, json_schema.MAX_INT
+    assert bound({"type": "integer", "minimum": 0}, 9, True) == {"type": "integer", "minimum": 0, "maximum": max_int}
+    assert bound([{"type": ["string", "null"], "minLength": 12}, {"type": "string", "minLength": 1}], 9, True) == [
         {"type": ["string", "null"], "minLength": 12, "maxLength": 12},
         {"type": "string", "minLength": 1, "maxLength": 9}]  # fmt: skip
 
 
-def test_grammars_beyond_limits(talker):
+def test_grammars_beyond_limits(chat_server):
     """An answer that a grammar fails ends as too long, never as complete."""
-    choices = ask(talker, {"type": "string", "pattern": "^(x?){500}x{500}$"}, n=6).json()["choices"]
+    choices = ask(chat_server, {"type": "string", "pattern": "^(x?){500}x{500}$"}, n=6).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["length"] * 6
 
 
-def test_json_objects(talker, writer):
+def test_json_objects(chat_server, base_server):
     """Any object, also of a base model and in a stream; the client parses one; logprobs stay the model's own."""
     options = {"temperature": 1.2, "seed": 2, "max_tokens": 200}
     options |= {"extra_body": {"response_format": {"type": "json_object"}}}
-    found = talker.chat(model="talker", messages=HELLO, n=8, **options).choices
+    found = chat_server.chat(model="chat", messages=HELLO, n=8, **options).choices
     answers = [(choice.message.content, choice.finish_reason) for choice in found]
-    found = writer.text(model="writer", prompt="x", n=8, **options).choices
+    found = base_server.text(model="base", prompt="x", n=8, **options).choices
     answers += [(choice.text, choice.finish_reason) for choice in found]
-    streamed = [chunk.choices[0] for chunk in talker.chat(model="talker", messages=HELLO, stream=True, **options)]
+    streamed = [chunk.choices[0] for chunk in chat_server.chat(model="chat", messages=HELLO, stream=True, **options)]
     assert "".join(choice.delta.content or "" for choice in streamed) == answers[0][0]
     for text, reason in answers:
         assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
@@ -210,9 +225,10 @@ def test_json_objects(talker, writer):
         left: Literal["a", "b"]
         right: bool
 
-    answer = talker.client.chat.completions.parse(model="talker", messages=HELLO, response_format=Pair, logprobs=True)
+    parse = chat_server.client.chat.completions.parse
+    answer = parse(model="chat", messages=HELLO, response_format=Pair, logprobs=True)
     assert isinstance(answer.choices[0].message.parsed, Pair)
     first = answer.choices[0].logprobs.content[0]
-    row = model_logprobs(talker, rendered(talker, HELLO))[-1]
-    brace = row[talker.server.tokenizer.encode("{")[0]].item()
+    row = model_logprobs(chat_server, rendered(chat_server, HELLO))[-1]
+    brace = row[chat_server.server.tokenizer.encode("{")[0]].item()
     assert first.token == "{" and first.logprob == pytest.approx(brace, abs=1e-3)

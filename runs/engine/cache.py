@@ -1,0 +1,143 @@
+"""The KV cache, and the prefix cache, which knows what each slot of it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os.path import commonprefix  # which takes lists of ids too
+
+import torch
+from torch import Tensor
+
+from engine.completion import Completion
+
+MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared slot holds them
+
+
+@dataclass
+class KVCache:
+    """Keys and values of every attention layer. A slot holds one sequence, in a ring of cells for each layer.
+
+    A ring has room for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
+    Keys are stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the
+    next one, or max_len + 1 if that is less.
+
+    In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
+    its key into its own cell, and the second half into the next one. The first token of a text, which has none before
+    it, writes its second half into both.
+    """
+
+    keys: dict[int, Tensor]  # of each layer with attention, (B, S, H, K)
+    values: dict[int, Tensor]  # the same
+    ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
+
+    @staticmethod
+    def empty(model, num_slots: int, max_len: int) -> KVCache:
+        """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
+        config = model.config
+        ring_sizes = tuple(min(window + 2, max_len + 1) for window in model.windows)
+        keys = {}
+        values = {}
+        for layer in config.attention_layers:
+            ring_size = ring_sizes[int(layer in config.long_layers)]
+            shape = (num_slots, ring_size, config.num_heads, config.head_dim)
+            keys[layer] = model.embed.new_zeros(shape)
+            values[layer] = model.embed.new_zeros(shape)
+        return KVCache(keys, values, ring_sizes)
+
+    def rings(self) -> list[Tensor]:
+        """Those of all layers, for keys and for values."""
+        return [*self.keys.values(), *self.values.values()]
+
+    def first_slots(self, count: int) -> KVCache:
+        """The first slots, in the same memory."""
+        keys = {layer: ring[:count] for layer, ring in self.keys.items()}
+        values = {layer: ring[:count] for layer, ring in self.values.items()}
+        return KVCache(keys, values, self.ring_sizes)
+
+    def clear(self, slots: list[int]) -> None:
+        """Zeroes slots. Old keys are masked, but infinities and NaN would get through a mask."""
+        if slots:
+            rings = self.rings()
+            index = to_device(slots, rings[0].device)
+            for ring in rings:
+                ring[index] = 0
+
+    def copy(self, sources: dict[int, int]) -> None:
+        """Copies slots: {to: from}."""
+        if sources:
+            rings = self.rings()
+            target = to_device(list(sources), rings[0].device)
+            source = to_device(list(sources.values()), rings[0].device)
+            for ring in rings:
+                ring[target] = ring[source]
+
+
+def to_device(array, device: torch.device) -> Tensor:
+    """A tensor of an array or list, without waiting for work that the device has not finished."""
+    return torch.as_tensor(array).to(device, non_blocking=True)
+
+
+@dataclass
+class SlotPlan:
+    """What a slot should hold, and how much of it need not be computed."""
+
+    slot: int
+    ids: list[int]  # that it holds in the end
+    num_cached: int = 0  # how many of them the cache holds: in this slot, or in `source`
+    source: int | None = None  # a shared slot, which is copied into this one first
+    completion: Completion | None = None  # None: the slot is a shared one
+
+
+class PrefixCache:
+    """Which ids have their keys and values in each slot of the KV cache.
+
+    An idle slot keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
+    Behind the slots of requests come shared ones, for prefixes of several sequences, such as a system prompt; a
+    sequence with such a prefix starts as a copy of the slot. What a slot holds is used whole or not at all, since a
+    ring only has the end.
+    """
+
+    def __init__(self, num_slots: int, num_shared: int):
+        self.num_slots = num_slots
+        self.tokens: list[list[int]] = [[] for _ in range(num_slots + num_shared)]  # by slot
+        self.shared = list(range(num_slots, num_slots + num_shared))  # least recently used first
+
+    def match(self, slot: int, ids: list[int]) -> int:
+        """How many ids a slot holds, if the given ones begin with all of them; else 0."""
+        cached = self.tokens[slot]
+        return len(cached) if cached == ids[: len(cached)] else 0
+
+    def choose_shared(self, plans: list[SlotPlan]) -> list[SlotPlan]:
+        """Lets new sequences start from shared slots: sets source and num_cached of their plans.
+
+        A prefix gets a shared slot, the least recently used one, when a second sequence has it.
+
+        Returns: plans of shared slots whose prefix must be computed first
+        """
+        if not self.shared:
+            return []
+        new_prefixes = []
+        sources = set()
+        earlier = self.tokens[: self.num_slots]  # sequences
+        for plan in plans:
+            source = max(self.shared, key=lambda shared: self.match(shared, plan.ids))
+            num_shared = self.match(source, plan.ids)
+
+            # If an earlier sequence has many more ids in common, these become a shared prefix of their own.
+            common = max(len(commonprefix([plan.ids, other])) for other in earlier)
+            earlier.append(plan.completion.all_tokens())
+            oldest = self.shared[0]
+            is_longer = common >= max(plan.num_cached, num_shared) + MIN_SHARED_PREFIX
+            if is_longer and oldest not in sources:  # a slot that is about to be copied stays
+                source = oldest
+                num_shared = common
+                self.tokens[source] = plan.ids[:common]
+                new_prefixes.append(SlotPlan(source, self.tokens[source]))
+
+            if num_shared > plan.num_cached:
+                plan.source = source
+                plan.num_cached = num_shared
+                sources.add(source)
+                self.shared.remove(source)
+                self.shared.append(source)  # the most recently used
+        return new_prefixes
