@@ -161,8 +161,8 @@ def curves() -> str:
         table = text.table(["of the run", "step", "tokens", "loss", "sd", "bpb"], lines, 1)
         bpb, seconds, _, speed, _, memory = (record["summary"][key]["mean"] for key in SHOWN)
         hardware = f"{record['hardware']['num_devices']} x {record['hardware']['device']}"
-        figures = f"{bpb:.4f} val bpb in {seconds:.1f} s, {speed:,.0f} tokens/s, {memory:.1f} GiB"
-        seeds = f"{len(record['runs'])} seeds on {hardware}: {figures}"
+        result = f"{bpb:.4f} val bpb in {seconds:.1f} s, {speed:,.0f} tokens/s, {memory:.1f} GiB"
+        seeds = f"{len(record['runs'])} seeds on {hardware}: {result}"
         blocks.append(f"## @runs/{args}\n\n{link_to(record)}, {seeds}.\n\n{table}")
     return "\n\n".join([*blocks, END])
 

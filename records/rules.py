@@ -207,8 +207,8 @@ def check_metrics(folder: Path, record: dict, logs: list[list[dict]]) -> list[st
     curve = (folder / "curve.csv").read_text(encoding="utf-8")
     out += compare_lines(text.curve_csv(logs), curve, "curve.csv")
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    figures = readme[readme.index(text.BEGIN) : readme.index(text.END) + len(text.END)]
-    return out + compare_lines(text.figures_text(expected, folder), figures, "README.md")
+    generated = readme[readme.index(text.BEGIN) : readme.index(text.END) + len(text.END)]
+    return out + compare_lines(text.figures_text(expected, folder), generated, "README.md")
 
 
 def compare_lines(expected: str, actual: str, name: str) -> list[str]:

@@ -160,10 +160,10 @@ def runs_table(record: dict) -> str:
     rows = [[str(run["seed"]), *(format_value(run[key], METRICS[key][1]) for key in shown)] for run in runs]
     if len(runs) > 1:
         for which in ("mean", "sd"):
-            figures = {key: value[which] for key, value in record["summary"].items()}
+            row = {key: value[which] for key, value in record["summary"].items()}
             if which == "sd":
-                figures |= {"steps": None, "tokens": None}
-            rows.append([which, *(format_value(figures.get(key), METRICS[key][1]) for key in shown)])
+                row |= {"steps": None, "tokens": None}
+            rows.append([which, *(format_value(row.get(key), METRICS[key][1]) for key in shown)])
     return table(["seed", *(METRICS[key][0] for key in shown)], rows)
 
 
