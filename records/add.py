@@ -29,6 +29,7 @@ import tracks
 from files import UserError
 
 MAX_BYTES = 1_000_000
+# What run_SEED.json keeps of each start; scripts up to 2026-11-27 also state what a resumed run changed.
 START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
 # The Config that a script makes of each list of flags. It runs the script's import, so only of one's own runs.
 PRINT_CONFIGS = """
@@ -64,12 +65,12 @@ def read_run(run_dir: Path, script: str) -> dict:
     file = run_file(stated, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
     file["date"] = file["starts"][0]["date"][:10]
-    return {"dir": run_dir, "flags": stated["flags"], "config": stated["config"], "file": file}
+    return {"dir": run_dir, "flags": stated["starts"][0]["flags"], "config": stated["config"], "file": file}
 
 
 def run_file(stated: dict, log: list[dict]) -> dict:
     """run_SEED.json: what config.json states, without the folders of a run."""
-    starts = [{key: start[key] for key in START} for start in stated["starts"]]
+    starts = [{key: start[key] for key in START if key in start} for start in stated["starts"]]
     for start in starts:
         start["flags"] = flags.entry_flags(start["flags"])
     config = stated["config"]
@@ -77,7 +78,7 @@ def run_file(stated: dict, log: list[dict]) -> dict:
         "seed": config["seed"],
         "data": Path(config["data"]).name,
         "dataset_fingerprint": stated["dataset_fingerprint"],
-        "flags": flags.entry_flags(stated["flags"]),
+        "flags": starts[0]["flags"],
         "config": {key: value for key, value in config.items() if key not in flags.RUN_FIELDS},
         "machine": stated["machine"],
         "starts": starts,

@@ -97,10 +97,11 @@ def start_problems(run: dict, name: str) -> list[str]:
     out = files.mismatches(0, run["starts"][0]["step"], f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
-        if start["changed"]:
+        if start.get("changed"):
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # The script itself names what a resumed run changes.
-        started = {**start, "flags": run["flags"]} if number > 1 else start
+        # A resumed run keeps its recipe. Old scripts repeat it, and state what differs; newer ones take what may change.
+        resumed = number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"]))
+        started = {**start, "flags": run["flags"]} if resumed else start
         out += files.mismatches(identity(run), identity(started), where, "the run states")
     day = run["starts"][0]["date"][:10]
     return out + files.mismatches(day, run["date"], f"{name}.date", "its first start was on")

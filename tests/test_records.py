@@ -388,6 +388,12 @@ def second_start(**changes):
     return config(lambda c: c["starts"].append({**c["starts"][0], "step": 6, **changes}))
 
 
+def resumed(start, *flags) -> dict:
+    """A second start of a script that does not state what it changed."""
+    kept = {key: value for key, value in start.items() if key != "changed"}
+    return {**kept, "step": 6, "flags": ["--resume", "--run-dir", "out/a_0", *flags]}
+
+
 # The runs that are added, what is done to a copy of the last one, and what add.py says.
 REFUSALS = [
     ("a_0 b_1", None, "run_1.json: script_sha256 is not that of train_small.py"),
@@ -410,6 +416,8 @@ REFUSALS = [
     ("a_0", config(lambda c: c.update(command="finetune")), "is a run of finetune"),
     ("a_0", second_start(dataset_fingerprint="f"), "start 2.dataset_fingerprint is f, the run states"),
     ("a_0", second_start(changed=["adam_lr was 1"]), "start 2: the run was changed: adam_lr was 1"),
+    ("a_0", config(lambda c: c["starts"].append(resumed(c["starts"][0], "--tokens", "9"))),
+     "start 2.flags is --tokens 9, the run states @tiny.args"),
 ]  # fmt: skip
 
 
