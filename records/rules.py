@@ -99,7 +99,7 @@ def start_problems(run: dict, name: str) -> list[str]:
         where = f"{name}: start {number}"
         if start.get("changed"):
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # A resumed run keeps its recipe. Old scripts repeat it, and state what differs; newer ones take what may change.
+        # A resumed run keeps its recipe. Old scripts repeat it and state what differs; others take what may change.
         resumed = number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"]))
         started = {**start, "flags": run["flags"]} if resumed else start
         out += files.mismatches(identity(run), identity(started), where, "the run states")
