@@ -52,35 +52,35 @@ def read_run(run_dir: Path, script: str) -> dict:
         if not (run_dir / name).is_file():
             hint = "it is of another track" if name == script else "name the directory of a run"
             raise UserError(f"{run_dir} has no {name}; {hint}")
-    stated = files.read_json(run_dir / "config.json")
-    if stated["command"] != "pretrain":
-        raise UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
-    if not stated.get("starts"):
+    description = files.read_json(run_dir / "config.json")
+    if description["command"] != "pretrain":
+        raise UserError(f"{run_dir} is a run of {description['command']}; an entry is made of pretraining runs")
+    if not description.get("starts"):
         raise UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
-    if not stated["dataset_fingerprint"]:
+    if not description["dataset_fingerprint"]:
         raise UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
     log = metrics.read_log(run_dir / "log.jsonl")
-    problems = rules.check_log(log, stated["config"], stated["machine"])
+    problems = rules.check_log(log, description["config"], description["machine"])
     files.raise_first([f"{run_dir}/log.jsonl: {problem}" for problem in problems])
-    file = run_file(stated, log)
+    file = run_file(description, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
     file["date"] = file["starts"][0]["date"][:10]
-    return {"dir": run_dir, "flags": stated["starts"][0]["flags"], "config": stated["config"], "file": file}
+    return {"dir": run_dir, "flags": description["starts"][0]["flags"], "config": description["config"], "file": file}
 
 
-def run_file(stated: dict, log: list[dict]) -> dict:
+def run_file(description: dict, log: list[dict]) -> dict:
     """run_SEED.json: what config.json states, without the folders of a run."""
-    starts = [{key: start[key] for key in START if key in start} for start in stated["starts"]]
+    starts = [{key: start[key] for key in START if key in start} for start in description["starts"]]
     for start in starts:
         start["flags"] = flags.entry_flags(start["flags"])
-    config = stated["config"]
+    config = description["config"]
     return {
         "seed": config["seed"],
         "data": Path(config["data"]).name,
-        "dataset_fingerprint": stated["dataset_fingerprint"],
+        "dataset_fingerprint": description["dataset_fingerprint"],
         "flags": starts[0]["flags"],
         "config": {key: value for key, value in config.items() if key not in flags.RUN_FIELDS},
-        "machine": stated["machine"],
+        "machine": description["machine"],
         "starts": starts,
         "scored": entry.scored_by(log),
     }
@@ -205,14 +205,14 @@ def main(argv: list[str] | None = None) -> None:
         os.rename(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    shown = os.path.relpath(final)
-    print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then")
-    print(f"    python records/verify.py {shown}\n    python records/leaderboard.py")
+    path = os.path.relpath(final)
+    print(f"{path} holds {len(runs)} run(s): read its README.md, edit its words, then")
+    print(f"    python records/verify.py {path}\n    python records/leaderboard.py")
     record = entry.read_record(final)
-    known = tracks.read()
-    names = tracks.tracks_of(record, known)
+    tracks_json = tracks.read()
+    names = tracks.tracks_of(record, tracks_json)
     for name in names:
-        reason = tracks.ineligible_because(record, known["tracks"][name])
+        reason = tracks.ineligible_because(record, tracks_json["tracks"][name])
         print(f"track {name}: {f'ineligible: {reason}' if reason else 'ranked by records/leaderboard.py'}")
     if not names:
         print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")

@@ -126,9 +126,9 @@ def nanochat_row(path: Path, log: str) -> tuple[str, Row]:
     for step, bpb in vals:
         if int(step) in seconds:
             curve.append((int(step) * batch, seconds[int(step)], None, float(bpb)))
-    card = re.search(r"^GPU: (.+?) \|", log, re.M)
+    gpu = re.search(r"^GPU: (.+?) \|", log, re.M)
     ranks = int(of_all // of_one) if of_all and of_one else 1
-    row = Row(path.stem, card[1] if card else "unknown", ranks, "nanochat", [run], [curve])
+    row = Row(path.stem, gpu[1] if gpu else "unknown", ranks, "nanochat", [run], [curve])
     return json.dumps(["nanochat", str(path.parent), total, batch, row.device, ranks]), row
 
 
@@ -182,12 +182,12 @@ def main_table(rows: list[Row], price: float | None, target: float | None) -> st
 
     Args: price of a GPU in USD per hour; target in bits per byte
     """
-    stated = {key for key in METRICS for row in rows if row.values(key)}
-    shown = [key for key in METRICS if key in stated and key != "steps"]
+    logged = {key for key in METRICS for row in rows if row.values(key)}
+    columns = [key for key in METRICS if key in logged and key != "steps"]
     lines = []
     for row in rows:
         line = {"": row.name, "runs": str(len(row.runs))}
-        for key in shown:
+        for key in columns:
             title, form = METRICS[key]
             line[title] = text.format_value(row.mean(key), form)
             if key == "val_bpb":
@@ -238,13 +238,13 @@ def find_row(rows: list[Row], pattern: str) -> Row:
     def matches(name: str) -> bool:
         return fnmatch.fnmatchcase(name, pattern) or name == Path(pattern).name
 
-    found = [row for row in rows if matches(row.name)]
-    if not found:
-        found = [record_row(folder) for folder in entry.folders() if matches(folder.name)]
-    if len(found) != 1:
-        names = ", ".join(row.name for row in found or rows)
-        raise UserError(f"--baseline {pattern} matches {len(found)} rows and must match one; there are {names}")
-    return found[0]
+    matching = [row for row in rows if matches(row.name)]
+    if not matching:
+        matching = [record_row(folder) for folder in entry.folders() if matches(folder.name)]
+    if len(matching) != 1:
+        names = ", ".join(row.name for row in matching or rows)
+        raise UserError(f"--baseline {pattern} matches {len(matching)} rows and must match one; there are {names}")
+    return matching[0]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     base = find_row(rows, args.baseline) if args.baseline else None
     if base and base not in rows:
         rows.insert(0, base)
-    # Of all entries, those of one dataset and hardware share a table: figures of others do not compare.
+    # Of all entries, those of one dataset and hardware share a table, since others do not compare.
     datasets = {dataset["fingerprint"]: name for name, dataset in tracks.read()["datasets"].items()}
     groups = {}
     for row in rows:

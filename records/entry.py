@@ -14,7 +14,7 @@ from significance import welch
 
 SCRIPTS = ("small", "medium")
 
-# Kinds of cards. Free: what notebook services offer without charge.
+# Kinds of GPUs. Free: what notebook services offer without charge.
 DEVICE_CLASSES = {
     "Hopper": r"\b(H100|H200|H800|H20|GH200)\b", "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
     "free GPU": r"\b(T4|P100)\b",
@@ -24,7 +24,7 @@ FREE_PATCHES = ("python", "numpy")
 
 
 def device_class(device: str) -> str:
-    """The kind of a card: "Hopper" for "NVIDIA H200", "other" if it is not known."""
+    """The kind of a GPU: "Hopper" for "NVIDIA H200", "other" if it is not known."""
     return next((name for name, pattern in DEVICE_CLASSES.items() if re.search(pattern, device)), "other")
 
 

@@ -17,7 +17,10 @@ INTERVAL_FLAGS = ("--eval-every", "--save-every", "--log-every")
 INTERVAL_FIELDS = ("eval_every", "save_every", "log_every")
 # What an entry may give beside its args file. Every other flag overrides the recipe.
 LENGTH_FLAGS = ("--steps", "--tokens")
-FREE_FLAGS = (*LENGTH_FLAGS, "--micro-batch-tokens", "--attention", "--dtype", "--no-compile")
+FREE_FLAGS = (
+    *LENGTH_FLAGS, "--micro-batch-tokens", "--attention", "--dtype", "--no-compile", "--no-cuda-graphs",
+    "--keep-checkpoints",
+)  # fmt: skip
 
 # Fields of the Config that had another name up to 2026-11-27.
 RENAMED = {

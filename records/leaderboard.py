@@ -57,40 +57,40 @@ def quote_line(quote: dict) -> list[str]:
 
 def leaderboard() -> str:
     """The generated part of records/README.md, markers included."""
-    known = tracks.read()
+    tracks_json = tracks.read()
     quotes = files.read_json(QUOTED)
     records = read_records()
-    tracks_by_name = {record["name"]: tracks.tracks_of(record, known) for record in records}
+    tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
     blocks = []
-    # What everyone can repeat comes first.
-    for name, track in sorted(known["tracks"].items(), key=lambda pair: pair[1]["dataset"] != known["main_dataset"]):
+    main_dataset = tracks_json["main_dataset"]  # what everyone can repeat comes first
+    for name, track in sorted(tracks_json["tracks"].items(), key=lambda pair: pair[1]["dataset"] != main_dataset):
         mine = [record for record in records if name in tracks_by_name[record["name"]]]
         if not mine:
             continue
         lines = [entry_line(record, standing) for record, standing in rank(mine, track)]
         lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
-        blocks.append(f"### {name}\n\n{about(track, known)}\n\n{text.table(TITLES, lines, 2)}")
+        blocks.append(f"### {name}\n\n{about(track, tracks_json)}\n\n{text.table(TITLES, lines, 2)}")
     if rest := [record for record in records if not tracks_by_name[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
         blocks.append(f"### Entries without a track\n\n{text.table(TITLES, lines, 2)}")
     taken = {name for names in tracks_by_name.values() for name in names}
-    blocks.append(open_tracks(known, taken))
+    blocks.append(open_tracks(tracks_json, taken))
     return "\n\n".join([BEGIN, *blocks, other_projects(quotes), END])
 
 
-def about(track: dict, known: dict) -> str:
+def about(track: dict, tracks_json: dict) -> str:
     """Rule, dataset, script and hardware of a track."""
     hardware = f"{track['class']}, {track['hardware']['num_devices']} x {track['hardware']['device']}"
-    data = f"Dataset {track['dataset']}, fingerprint {known['datasets'][track['dataset']]['fingerprint'][:12]}"
+    data = f"Dataset {track['dataset']}, fingerprint {tracks_json['datasets'][track['dataset']]['fingerprint'][:12]}"
     return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {hardware}."
 
 
-def open_tracks(known: dict, taken: set[str]) -> str:
+def open_tracks(tracks_json: dict, taken: set[str]) -> str:
     """The tracks that no entry is on, and the commands for a first one."""
     lines = []
-    for name, track in known["tracks"].items():
+    for name, track in tracks_json["tracks"].items():
         if name not in taken and track["ranked_by"] == "val_bpb":
-            made_by = known["datasets"][track["dataset"]]["made_by"]
+            made_by = tracks_json["datasets"][track["dataset"]]["made_by"]
             both = name.removesuffix("-bpb")
             lines.append([f"{both}-bpb, {both}-seconds", f"`{made_by}`", f"`{track['train']}`"])
     if not lines:

@@ -83,7 +83,7 @@ def read_core(path: Path) -> tuple[dict[str, str], float | None]:
 
 
 def summarize(runs: list[dict]) -> dict:
-    """{metric: {"mean", "sd"}} over the metrics of several runs; a metric that one of them lacks is left out."""
+    """{metric: {"mean", "sd"}} over the metrics of several runs; a metric that one of them lacks is skipped."""
     out = {}
     for key in METRICS:
         values = [run[key] for run in runs]

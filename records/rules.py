@@ -19,7 +19,7 @@ import tracks
 SAME_MACHINE = (
     "script_sha256", "device", "num_devices", "platform", "python", "torch", "triton", "cuda", "numpy",
 )  # fmt: skip
-# TFLOP/s that an MFU of 1 stands for, the largest of several models of a card.
+# TFLOP/s that an MFU of 1 stands for, the largest of several models of a GPU.
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "T4": 65}
 MIN_FLOPS = 0.7  # of the estimate in check_speed(): some layers lack attention
 
@@ -107,21 +107,21 @@ def start_problems(run: dict, name: str) -> list[str]:
     return out + files.mismatches(day, run["date"], f"{name}.date", "its first start was on")
 
 
-def flag_problems(folder: Path, record: dict, given: list[str]) -> list[str]:
+def flag_problems(folder: Path, record: dict, run_flags: list[str]) -> list[str]:
     """Rule 1: nothing is overridden but by the args file, and no flag of that is given again."""
     args = record["args"]
-    names = flags.flag_names(flags.recipe_flags(given))
+    names = flags.flag_names(flags.recipe_flags(run_flags))
     if overrides := [name for name in names if name not in flags.FREE_FLAGS]:
         hint = "change the script itself, or commit an args file in runs/"
-        stated = " ".join(record["flags"])
-        return [f"record.json: {overrides[0]} in {stated} overrides the recipe, which voids record status; {hint}"]
+        given = " ".join(record["flags"])
+        return [f"record.json: {overrides[0]} in {given} overrides the recipe, which voids record status; {hint}"]
     fixed = []
     if args:
         fixed = flags.flag_names(flags.parse_args_file((folder / args).read_text(encoding="utf-8")))
     if set(fixed) & set(flags.LENGTH_FLAGS):
         fixed += flags.LENGTH_FLAGS
-    again = [name for name in names if name in fixed]
-    return [f"record.json: {name} is given, which {args} fixes; leave it out" for name in again]
+    repeated = [name for name in names if name in fixed]
+    return [f"record.json: {name} is given, which {args} fixes; leave it out" for name in repeated]
 
 
 # ==== logs
@@ -173,8 +173,8 @@ def check_speed(run: dict, config: dict | None, machine: dict) -> list[str]:
     spent = run["mfu"] * peak * 1e12 * machine["num_devices"] / run["tokens_per_second"]
     if spent >= MIN_FLOPS * needed:
         return []
-    stated = f"{run['tokens_per_second']:,.0f} tokens/s at {run['mfu']:.1%} MFU"
-    return [f"{stated} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
+    speed = f"{run['tokens_per_second']:,.0f} tokens/s at {run['mfu']:.1%} MFU"
+    return [f"{speed} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
 
 
 def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:

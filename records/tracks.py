@@ -55,26 +55,26 @@ def limit_of(seconds: list[float]) -> float:
 # ==== which tracks an entry is on
 
 
-def tracks_of(record: dict, known: dict) -> list[str]:
+def tracks_of(record: dict, tracks_json: dict) -> list[str]:
     """Names of the tracks with the entry's dataset, script, hardware and, where they ask for one, shape."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
     own = (record["dataset"]["fingerprint"], record["track"], hardware)
 
     def asked(track: dict) -> tuple:
-        return known["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
+        return tracks_json["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
 
     def has_shape(track: dict) -> bool:
         shape = flags.config_names(track.get("config", {}))
         config = flags.config_names(record["config"] or {})
         return shape == {key: config.get(key) for key in shape}
 
-    return [name for name, track in known["tracks"].items() if asked(track) == own and has_shape(track)]
+    return [name for name, track in tracks_json["tracks"].items() if asked(track) == own and has_shape(track)]
 
 
-def scoring_problems(record: dict, config: dict, scored: dict | None, known: dict) -> list[str]:
+def scoring_problems(record: dict, config: dict, scored: dict | None, tracks_json: dict) -> list[str]:
     """Why an entry's val bpb is not that of its dataset's tracks, which fix what is scored and how it is cut."""
     out = []
-    for dataset in known["datasets"].values():
+    for dataset in tracks_json["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
             continue
         stated = {key: config.get(key) for key in ("max_seq_len", "val_tokens")} | (scored or {})
@@ -197,21 +197,21 @@ def add(args: argparse.Namespace) -> None:
     held = dataset["train_tokens"]
     if args.tokens > held * args.max_epochs:
         raise UserError(f"--tokens {args.tokens:,} is more than the {held:,} that {args.folder} holds")
-    known = read()
-    old = known["datasets"].get(args.dataset, {})
-    known["datasets"][args.dataset] = fill_open(old, dataset, args.dataset)
+    tracks_json = read()
+    old = tracks_json["datasets"].get(args.dataset, {})
+    tracks_json["datasets"][args.dataset] = fill_open(old, dataset, args.dataset)
     for name, track in make_tracks(args, dataset).items():
-        known["tracks"][name] = fill_open(known["tracks"].get(name, {}), track, name)
-        print(f"{name}: {rule_text(known['tracks'][name])}")
-    files.write_atomic(FILE, files.to_json(known))
+        tracks_json["tracks"][name] = fill_open(tracks_json["tracks"].get(name, {}), track, name)
+        print(f"{name}: {rule_text(tracks_json['tracks'][name])}")
+    files.write_atomic(FILE, files.to_json(tracks_json))
 
 
 def show() -> None:
     """Prints all tracks as a table."""
-    known = read()
+    tracks_json = read()
     rows = []
-    for name, track in known["tracks"].items():
-        fingerprint = known["datasets"][track["dataset"]]["fingerprint"]
+    for name, track in tracks_json["tracks"].items():
+        fingerprint = tracks_json["datasets"][track["dataset"]]["fingerprint"]
         hardware = f"{track['hardware']['num_devices']} x {track['hardware']['device']}"
         rows.append([name, (fingerprint or "not made yet")[:12], hardware, rule_text(track)])
     print(table(["track", "dataset", "hardware", "rule"], rows, 4))
