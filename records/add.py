@@ -3,9 +3,9 @@
     python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --baseline 2026-11-26_p34-h100 \\
         --hypothesis "..." --change "..." --dropped "..."
 
-Nothing is written unless the entry verifies and the script reproduces the Config of the runs from their flags. The text
-of its README.md may be edited until it is committed, except the figures between the markers. CORE is read from
-core.csv of runs/score_core.py. Rules: records/README.md.
+Nothing is written unless the entry verifies and the script reproduces the Config of the runs from
+their flags. The text of its README.md may be edited until it is committed, except the figures
+between the markers. CORE is read from core.csv of runs/score_core.py. Rules: records/README.md.
 """
 
 import argparse
@@ -29,9 +29,11 @@ import tracks
 from files import UserError
 
 MAX_BYTES = 1_000_000
-# What run_SEED.json keeps of each start; scripts up to 2026-11-27 also state what a resumed run changed.
+# What run_SEED.json keeps of each start; scripts up to 2026-11-27 also state what a resumed run
+# changed.
 START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
-# The Config that a script makes of each list of flags. It runs the script's import, so only of one's own runs.
+# The Config that a script makes of each list of flags. It runs the script's import, so only of
+# one's own runs.
 PRINT_CONFIGS = """
 import dataclasses, importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
@@ -102,7 +104,8 @@ def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
 def check_configs(runs: list[dict], args: str, script: str) -> None:
     """Raises UserError unless each Config is what the script makes of the flags.
 
-    Args: runs as read_run() gives them; args the text of the args file; script the name of the training script
+    Args: runs as read_run() gives them; args the text of the args file; script the name of the
+    training script
     """
     lists = []
     for run in runs:

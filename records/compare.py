@@ -5,9 +5,10 @@
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
     python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
 
-Logs of modded-nanogpt state neither tokens nor bits per byte: --tokens-per-step gives the former (comma-separated for
-equal parts of the run), --bytes-per-token of its validation text the latter. Logs of nanochat state both; their clock
-starts after step 10. Bits per byte of different texts are not comparable. In a folder of runs, finished ones count.
+Logs of modded-nanogpt state neither tokens nor bits per byte: --tokens-per-step gives the former
+(comma-separated for equal parts of the run), --bytes-per-token of its validation text the latter.
+Logs of nanochat state both; their clock starts after step 10. Bits per byte of different texts are
+not comparable. In a folder of runs, finished ones count.
 """
 
 import argparse
@@ -205,7 +206,8 @@ def main_table(rows: list[Row], price: float | None, target: float | None) -> st
 def differences(rows: list[Row], base: Row) -> str:
     """Each row against one: bits per byte on the same dataset, seconds on the same hardware.
 
-    Seconds are tested where both rows ran on one GPU in one session; elsewhere the test would find the GPU or the day.
+    Seconds are tested where both rows ran on one GPU in one session; elsewhere the test would find
+    the GPU or the day.
     """
     lines = []
     for row in rows:

@@ -1,7 +1,7 @@
 """An entry: a folder of baselines/ with a training script as it ran, logs of several seeds, and what follows from them.
 
-Entries of format 1 are from before 2026-11-23; those of format 2 also hold run_SEED.json, what config.json of each run
-stated. Every figure of record.json can be recomputed from the other files.
+Entries of format 1 are from before 2026-11-23; those of format 2 also hold run_SEED.json, what
+config.json of each run stated. Every figure of record.json can be recomputed from the other files.
 """
 
 import re
@@ -19,7 +19,8 @@ DEVICE_CLASSES = {
     "Hopper": r"\b(H100|H200|H800|H20|GH200)\b", "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
     "free GPU": r"\b(T4|P100)\b",
 }  # fmt: skip
-# Versions whose patches may differ: a run on numpy 2.5.1 compares with one on 2.5.2, and not with one on 2.3.5.
+# Versions whose patches may differ: a run on numpy 2.5.1 compares with one on 2.5.2, and not with
+# one on 2.3.5.
 FREE_PATCHES = ("python", "numpy")
 
 
@@ -78,8 +79,9 @@ def day_of(record: dict) -> str:
 def session(day: str, device: str, gpus: list[str] | None) -> tuple | None:
     """What the times of two recipes must share: one day, and the same GPUs by their UUIDs.
 
-    Two H100s of one host differ by 3 %, and one GPU by 2 % from day to day, which the spread of an entry's seeds does
-    not show. None if the UUIDs are not known, as in all entries up to 2026-11-27. A CPU is known by its name.
+    Two H100s of one host differ by 3 %, and one GPU by 2 % from day to day, which the spread of an
+    entry's seeds does not show. None if the UUIDs are not known, as in all entries up to
+    2026-11-27. A CPU is known by its name.
     """
     if not gpus and device.startswith(("cpu", "mps")):
         gpus = [device]
@@ -105,8 +107,8 @@ def same_session(record: dict, other: dict) -> bool:
 def compare_entries(record: dict, other: dict) -> dict:
     """Welch's test on bits per byte and seconds, as record.json states it under "comparison".
 
-    "train_seconds" is None on other hardware. On another GPU or in another session it has a difference and no p; only
-    entries that do not name their GPUs are frozen with one.
+    "train_seconds" is None on other hardware. On another GPU or in another session it has a
+    difference and no p; only entries that do not name their GPUs are frozen with one.
     """
     comparison = {key: welch(values(record, key), values(other, key)) for key in ("val_bpb", "train_seconds")}
     if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):

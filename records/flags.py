@@ -1,7 +1,8 @@
 """Flags of a training run: the words of a command line or of an args file.
 
-Scripts up to 2026-11-27 take a field of their Config as `--set muon_lr=0.03`, later ones as `--muon-lr 0.03`. Frozen
-entries keep the flags and the script they ran with, so the tools read both; what a flag means, a script's parser says.
+Scripts up to 2026-11-27 take a field of their Config as `--set muon_lr=0.03`, later ones as
+`--muon-lr 0.03`. Frozen entries keep the flags and the script they ran with, so the tools read
+both; what a flag means, a script's parser says.
 """
 
 import argparse

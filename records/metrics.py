@@ -52,8 +52,8 @@ def losses_of(path: Path, digest: str) -> list[float]:
 def run_metrics(log: list[dict]) -> dict:
     """The metrics of a finished run, by the keys of METRICS; "core" is None.
 
-    val_bpb is in bits per byte, peak_memory_gib in GiB; mfu is a fraction, the mean over the run weighted by time.
-    Raises KeyError if a training line lacks one of them, e.g. memory_gib.
+    val_bpb is in bits per byte, peak_memory_gib in GiB; mfu is a fraction, the mean over the run
+    weighted by time. Raises KeyError if a training line lacks one of them, e.g. memory_gib.
     """
     train, val = split_log(log)
     last = train[-1]
@@ -73,11 +73,12 @@ def run_metrics(log: list[dict]) -> dict:
 def read_core(path: Path) -> tuple[dict[str, str], float | None]:
     """(number of examples by task, CORE) of a core.csv, which runs/score_core.py writes.
 
-    CORE is the mean of the centered accuracies; None if there are not all 22 tasks.
+    CORE is the mean of the centered accuracies; None if there are not all 22 tasks. Up to
+    2026-11-27 the column of examples was called items.
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
-    examples = {row["task"]: row["items"] for row in rows}
+    examples = {row["task"]: row.get("examples") or row["items"] for row in rows}
     centered = [float(row["centered"]) for row in rows]
     return examples, fmean(centered) if len(centered) == CORE_TASKS else None
 

@@ -12,7 +12,8 @@ from significance import ALPHA, welch
 from text import OTHER_SESSION, p_text
 
 WORSE_ALPHA = 0.05  # a p that suffices to call an entry worse than the record
-# Gain in seconds that counts without a rerun of the record in the same session: GPUs differ by 3 %, days by 2 %.
+# Gain in seconds that counts without a rerun of the record in the same session: GPUs differ by 3 %,
+# days by 2 %.
 SESSION_NOISE = 0.05
 
 
@@ -27,7 +28,8 @@ class Kind(Enum):
 class Standing:
     """Where an entry stands: among records by its number, else against the record of its day.
 
-    p is that of Welch's test against that record, where it decides; elsewhere `reason` says what does.
+    p is that of Welch's test against that record, where it decides; elsewhere `reason` says what
+    does.
     """
 
     kind: Kind

@@ -1,6 +1,7 @@
 """Checks of an entry. A problem is one sentence that begins with the file that is wrong.
 
-Hashes protect the files, and every figure is recomputed. `verify.py --rerun` finds what hashes cannot.
+Hashes protect the files, and every figure is recomputed. `verify.py --rerun` finds what hashes
+cannot.
 """
 
 import itertools
@@ -42,7 +43,7 @@ def problems(folder: Path) -> list[str]:
         core_tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for path in core_tables:
             if metrics.read_core(path)[0] != metrics.read_core(core_tables[0])[0]:
-                out.append(f"{path.name}: it is of other items than {core_tables[0].name}; use the same --items")
+                out.append(f"{path.name}: it is of other examples than {core_tables[0].name}; score all of them")
         out += check_copies(folder, record, logs)
         out += check_metrics(folder, record, logs)
     except (files.UserError, OSError) as error:
@@ -99,7 +100,8 @@ def start_problems(run: dict, name: str) -> list[str]:
         where = f"{name}: start {number}"
         if start.get("changed"):
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # A resumed run keeps its recipe. Old scripts repeat it and state what differs; others take what may change.
+        # A resumed run keeps its recipe. Old scripts repeat it and state what differs; others take
+        # what may change.
         resumed = number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"]))
         started = {**start, "flags": run["flags"]} if resumed else start
         out += files.mismatches(identity(run), identity(started), where, "the run states")

@@ -15,8 +15,8 @@ def sample_sd(values: list[float]) -> float | None:
 def welch(new: list[float], old: list[float]) -> dict:
     """mean(new) - mean(old) as "difference", its 95 % interval as "low" and "high", and "p".
 
-    p is that of Welch's two-sided t-test. Interval and p are None where the test is not defined: a single run on one
-    side, or no spread on both.
+    p is that of Welch's two-sided t-test. Interval and p are None where the test is not defined: a
+    single run on one side, or no spread on both.
     """
     out = {"difference": fmean(new) - fmean(old), "low": None, "high": None, "p": None}
     if min(len(new), len(old)) > 1 and max(stdev(new), stdev(old)) > 0:

@@ -5,8 +5,9 @@
         --device "NVIDIA H200" --made-by "python data/pretrain.py --source pypi:p34 --out data/shards/p34" \\
         --train "python train_small.py @runs/p34.args" --first baselines/2026-11-23_first-p34
 
-`add` writes two tracks: fewest bits per byte for a number of tokens, and fewest seconds to a target. Limits follow
-from the seeds of the entry given by --first. Without it they stay open until the command is repeated with it.
+`add` writes two tracks: fewest bits per byte for a number of tokens, and fewest seconds to a
+target. Limits follow from the seeds of the entry given by --first. Without it they stay open until
+the command is repeated with it.
 """
 
 import argparse

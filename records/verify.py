@@ -4,8 +4,9 @@
     python records/verify.py baselines/2026-11-23_first-p34
     python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
-records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with its script and flags
-until step N and compares Config and loss with those of the entry, and on the same model of GPU also seconds and MFU.
+records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with
+its script and flags until step N and compares Config and loss with those of the entry, and on the
+same model of GPU also seconds and MFU.
 """
 
 import argparse

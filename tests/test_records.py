@@ -443,16 +443,16 @@ def added(tmp_path, *run_dirs) -> Path:
     return folder
 
 
-def core_table(run_dir, accuracy, items=10) -> None:
-    rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(metrics.CORE_TASKS)]
-    head = "task,items,accuracy,centered,seconds"
+def core_table(run_dir, accuracy, count=10, column="examples") -> None:
+    rows = [f"task{i},{count},0.5,{accuracy + i / 1000},1.0" for i in range(metrics.CORE_TASKS)]
+    head = f"task,{column},accuracy,centered,seconds"
     (run_dir / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.3,22.0\n"]))
 
 
 def test_add_reads_core(repo, tmp_path):
-    """core.csv counts, and all runs must have been scored on the same items."""
+    """core.csv counts, and all runs must have been scored on the same examples."""
     runs = copies(repo, tmp_path, 0, 1)
-    core_table(runs[0], 0.2)
+    core_table(runs[0], 0.2, column="items")  # as scripts of before wrote it
     core_table(runs[1], 0.4)
     folder = added(tmp_path, *runs)
     record = entry.read_record(folder)
@@ -460,9 +460,9 @@ def test_add_reads_core(repo, tmp_path):
     assert record["summary"]["core"]["mean"] == pytest.approx(0.3105)
     swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
     assert any("record.json.runs[1].core is" in problem for problem in rules.problems(folder))
-    core_table(runs[1], 0.4, items=5)
+    core_table(runs[1], 0.4, count=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
-    assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
+    assert "core_1.csv: it is of other examples than core_0.csv; score all of them" in message
     (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
     assert metrics.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
