@@ -49,7 +49,7 @@ for words in json.loads(sys.argv[2]):
 
 
 def read_run(run_dir: Path, script: str) -> dict:
-    """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
+    """A finished run: {"dir", "flags" as given, "config", "file": its future run_SEED.json}."""
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
             hint = "it is of another track" if name == script else "name the directory of a run"
@@ -67,7 +67,8 @@ def read_run(run_dir: Path, script: str) -> dict:
     file = run_file(description, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
     file["date"] = file["starts"][0]["date"][:10]
-    return {"dir": run_dir, "flags": description["starts"][0]["flags"], "config": description["config"], "file": file}
+    given = description["starts"][0]["flags"]
+    return {"dir": run_dir, "flags": given, "config": description["config"], "file": file}
 
 
 def run_file(description: dict, log: list[dict]) -> dict:
@@ -150,13 +151,15 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
     baseline = args.baseline and Path(args.baseline).name
     record = entry.make_record(folder, args.track, baseline)
     if baseline:
-        pair = [r["dataset"]["fingerprint"] for r in (entry.read_record(folder.parent / baseline), record)]
+        other = entry.read_record(folder.parent / baseline)
+        pair = [each["dataset"]["fingerprint"] for each in (other, record)]
         files.raise_first(files.mismatches(*pair, "the dataset of these runs", f"that of {baseline} is"))
     (folder / "record.json").write_text(files.to_json(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change}
     parts |= {"Runs": text.figures_text(record, folder), "Tried and dropped": args.dropped}
     sections = [f"## {part}\n\n{words or '(not stated)'}" for part, words in parts.items()]
-    (folder / "README.md").write_text("\n\n".join([f"# {title}", *sections]) + "\n", encoding="utf-8")
+    page = "\n\n".join([f"# {title}", *sections]) + "\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
@@ -166,7 +169,7 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
 
 
 def copy_run(run: dict, folder: Path) -> None:
-    """Writes run_SEED.json, the log and the table of CORE of a run. Raises UserError if its seed is there already."""
+    """Writes run_SEED.json, the log and core.csv of a run. Raises UserError if its seed is taken."""
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
@@ -216,7 +219,8 @@ def main(argv: list[str] | None = None) -> None:
     names = tracks.tracks_of(record, tracks_json)
     for name in names:
         reason = tracks.ineligible_because(record, tracks_json["tracks"][name])
-        print(f"track {name}: {f'ineligible: {reason}' if reason else 'ranked by records/leaderboard.py'}")
+        outcome = f"ineligible: {reason}" if reason else "ranked by records/leaderboard.py"
+        print(f"track {name}: {outcome}")
     if not names:
         print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")
 

@@ -171,7 +171,8 @@ def merge_seeds(group: list[Row]) -> Row:
         raise UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
     session = None
     if all(row.session for row in group) and len({row.session[0] for row in group}) == 1:
-        session = entry.session(first.session[0], first.device, [gpu for row in group for gpu in row.session[1:]])
+        gpus = [gpu for row in group for gpu in row.session[1:]]
+        session = entry.session(first.session[0], first.device, gpus)
     return Row(name, first.device, first.num_devices, first.data, runs, curves, session)
 
 
@@ -214,7 +215,8 @@ def differences(rows: list[Row], base: Row) -> str:
         if row is base:
             continue
         same_hardware = (row.device, row.num_devices) == (base.device, base.num_devices)
-        bpb = difference(row, base, "val_bpb", "" if row.data == base.data else "on another dataset")
+        same_data = row.data == base.data
+        bpb = difference(row, base, "val_bpb", "" if same_data else "on another dataset")
         seconds = difference(row, base, "train_seconds", "" if same_hardware else "other hardware")
         lines.append([row.name, bpb, seconds])
     table = text.table([f"minus {base.name}", "val bpb", "training seconds"], lines, 3)
@@ -235,7 +237,7 @@ def difference(row: Row, base: Row, metric: str, reason: str) -> str:
 
 
 def find_row(rows: list[Row], pattern: str) -> Row:
-    """The row whose name matches, or the matching entry of baselines/, even if it is not among the rows."""
+    """The row whose name matches; if there is none, the entry of baselines/ that does."""
 
     def matches(name: str) -> bool:
         return fnmatch.fnmatchcase(name, pattern) or name == Path(pattern).name
@@ -271,7 +273,8 @@ def main(argv: list[str] | None = None) -> None:
     datasets = {dataset["fingerprint"]: name for name, dataset in tracks.read()["datasets"].items()}
     groups = {}
     for row in rows:
-        title = "" if args.folders else f"{datasets.get(row.data, row.data)} on {row.num_devices} x {row.device}\n\n"
+        hardware = f"{row.num_devices} x {row.device}"
+        title = "" if args.folders else f"{datasets.get(row.data, row.data)} on {hardware}\n\n"
         groups.setdefault(title, []).append(row)
     blocks = [title + main_table(group, args.price, args.target) for title, group in groups.items()]
     if base:

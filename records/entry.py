@@ -1,4 +1,4 @@
-"""An entry: a folder of baselines/ with a training script as it ran, logs of several seeds, and what follows from them.
+"""An entry: a folder of baselines/ with a training script as it ran, logs of its seeds, and results.
 
 Entries of format 1 are from before 2026-11-23; those of format 2 also hold run_SEED.json, what
 config.json of each run stated. Every figure of record.json can be recomputed from the other files.
@@ -16,9 +16,10 @@ SCRIPTS = ("small", "medium")
 
 # Kinds of GPUs. Free: what notebook services offer without charge.
 DEVICE_CLASSES = {
-    "Hopper": r"\b(H100|H200|H800|H20|GH200)\b", "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
+    "Hopper": r"\b(H100|H200|H800|H20|GH200)\b",
+    "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
     "free GPU": r"\b(T4|P100)\b",
-}  # fmt: skip
+}
 # Versions whose patches may differ: a run on numpy 2.5.1 compares with one on 2.5.2, and not with
 # one on 2.3.5.
 FREE_PATCHES = ("python", "numpy")
@@ -26,7 +27,10 @@ FREE_PATCHES = ("python", "numpy")
 
 def device_class(device: str) -> str:
     """The kind of a GPU: "Hopper" for "NVIDIA H200", "other" if it is not known."""
-    return next((name for name, pattern in DEVICE_CLASSES.items() if re.search(pattern, device)), "other")
+    for name, pattern in DEVICE_CLASSES.items():
+        if re.search(pattern, device):
+            return name
+    return "other"
 
 
 # ==== reading
@@ -34,7 +38,8 @@ def device_class(device: str) -> str:
 
 def folders() -> list[Path]:
     """The folders of baselines/, by name."""
-    return sorted(path for path in files.BASELINES.iterdir() if path.is_dir() and not path.name.startswith("."))
+    paths = [path for path in files.BASELINES.iterdir() if path.is_dir()]
+    return sorted(path for path in paths if not path.name.startswith("."))
 
 
 def read_record(folder: Path) -> dict:
@@ -53,14 +58,14 @@ def read_run_files(folder: Path) -> list[dict]:
 
 
 def scored_by(log: list[dict]) -> dict | None:
-    """What the last validation of a run scored, as the log states it; None in logs of scripts that do not."""
+    """What the last validation of a run scored; None in logs that do not state it."""
     return split_log(log)[1][-1].get("scored")
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of every file of an entry except record.json, which holds them, and README.md, whose words may change."""
-    free = ("record.json", "README.md")
-    return {path.name: files.sha256(path) for path in sorted(folder.iterdir()) if path.name not in free}
+    """sha256 of every file but record.json, which holds them, and README.md, which may change."""
+    paths = [path for path in sorted(folder.iterdir()) if path.name not in ("record.json", "README.md")]
+    return {path.name: files.sha256(path) for path in paths}
 
 
 # ==== what an entry is compared with
@@ -110,7 +115,8 @@ def compare_entries(record: dict, other: dict) -> dict:
     "train_seconds" is None on other hardware. On another GPU or in another session it has a
     difference and no p; only entries that do not name their GPUs are frozen with one.
     """
-    comparison = {key: welch(values(record, key), values(other, key)) for key in ("val_bpb", "train_seconds")}
+    metrics = ("val_bpb", "train_seconds")
+    comparison = {key: welch(values(record, key), values(other, key)) for key in metrics}
     if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
         comparison["train_seconds"] = None
     elif record.get("gpus") and not same_session(record, other):
@@ -176,5 +182,6 @@ def recompute(folder: Path, record: dict) -> dict:
     totals = {"runs": runs, "summary": summarize(runs), "loss_noise": loss_noise(logs)}
     comparison = None
     if record["against"]:
-        comparison = compare_entries({**record, "runs": runs}, read_record(folder.parent / record["against"]))
+        baseline = read_record(folder.parent / record["against"])
+        comparison = compare_entries({**record, "runs": runs}, baseline)
     return {**totals, "comparison": comparison}

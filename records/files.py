@@ -1,4 +1,4 @@
-"""Files of records/ and baselines/: where they are, how they are read and written, and where two JSON values differ."""
+"""Files of records/ and baselines/: places, reading, writing, and how two JSON values differ."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ BASELINES = ROOT / "baselines"
 
 
 class UserError(SystemExit):
-    """Something the user can fix, in one sentence. Uncaught, it ends the program with it and exit code 1."""
+    """What the user can fix, in one sentence. Uncaught, it ends the program with exit code 1."""
 
     def __init__(self, message: str):
         super().__init__(f"error: {message}")
@@ -47,7 +47,7 @@ def to_json(value: dict) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a text file beside its place, then moves it there, so that it is never half written."""
+    """Writes a text file beside its place and moves it there, so it is never half written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -65,7 +65,7 @@ class Mismatch(NamedTuple):
 
 
 def diff(expected: object, actual: object, path: str = "") -> list[Mismatch]:
-    """Where two JSON values differ, in the order of `expected`. Floats may differ in the last digits."""
+    """Where two JSON values differ, but for the last digits of floats."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         out = []
         for key in dict.fromkeys((*expected, *actual)):
@@ -73,7 +73,9 @@ def diff(expected: object, actual: object, path: str = "") -> list[Mismatch]:
             if key in expected and key in actual:
                 out += diff(expected[key], actual[key], place)
             else:
-                out.append(Mismatch(place, expected.get(key, "missing"), actual.get(key, "missing")))
+                wanted = expected.get(key, "missing")
+                found = actual.get(key, "missing")
+                out.append(Mismatch(place, wanted, found))
         return out
     if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         pairs = zip(expected, actual, strict=True)

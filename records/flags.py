@@ -34,7 +34,7 @@ RENAMED = {
 
 
 def parse_args_file(text: str) -> list[str]:
-    """The flags of an args file, as the training script reads them: quotes as in a shell, comments left out."""
+    """The flags of an args file, read as the training script does: quotes as in a shell."""
     return shlex.split(text.removeprefix("\ufeff"), comments=True)
 
 
@@ -47,7 +47,7 @@ def drop_flags(flags: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def entry_flags(flags: list[str]) -> list[str]:
-    """The flags that an entry states: without those of one run, and args files without their folder."""
+    """The flags that an entry states: without those of one run and folders of args files."""
     words = [word for word in drop_flags(flags, RUN_FLAGS) if word != "pretrain"]
     return ["@" + PurePath(word[1:]).name if word.startswith("@") else word for word in words]
 
@@ -68,7 +68,7 @@ def config_names(config: dict) -> dict:
 
 
 def parse_settings(words: list[str]) -> dict[str, list[str | float]]:
-    """What flags set, by the Config's names of today, whether they are written in the old or in the new way.
+    """What flags of the old or the new kind set, by the Config's names of today.
 
     `--set ahead=(1.0,0.5)` and `--mtp-weights 1,0.5` both give {"mtp_weights": [1.0, 0.5]}.
     """

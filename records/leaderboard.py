@@ -1,4 +1,4 @@
-"""Ranks all entries and writes the leaderboard: the tables of records/README.md and CURVES.md, and their plots.
+"""Ranks all entries; writes the tables and plots of records/README.md and CURVES.md.
 
     python records/leaderboard.py
 
@@ -42,7 +42,8 @@ def entry_line(record: dict, standing: Standing | str) -> list[str]:
     mean = {key: record["summary"][key]["mean"] for key in SHOWN}
     sd = record["summary"]["val_bpb"]["sd"]
     bpb, *metrics = (format(mean[key], METRICS[key][1]) for key in SHOWN)
-    return [link_to(record), str(standing), str(len(record["runs"])), bpb, format_value(sd, ".5f"), *metrics]
+    seeds = str(len(record["runs"]))
+    return [link_to(record), str(standing), seeds, bpb, format_value(sd, ".5f"), *metrics]
 
 
 def link_to(record: dict) -> str:
@@ -62,8 +63,12 @@ def leaderboard() -> str:
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
     blocks = []
-    main_dataset = tracks_json["main_dataset"]  # what everyone can repeat comes first
-    for name, track in sorted(tracks_json["tracks"].items(), key=lambda pair: pair[1]["dataset"] != main_dataset):
+
+    def is_other(pair: tuple[str, dict]) -> bool:
+        return pair[1]["dataset"] != tracks_json["main_dataset"]
+
+    # What everyone can repeat comes first.
+    for name, track in sorted(tracks_json["tracks"].items(), key=is_other):
         mine = [record for record in records if name in tracks_by_name[record["name"]]]
         if not mine:
             continue
@@ -80,9 +85,11 @@ def leaderboard() -> str:
 
 def about(track: dict, tracks_json: dict) -> str:
     """Rule, dataset, script and hardware of a track."""
-    hardware = f"{track['class']}, {track['hardware']['num_devices']} x {track['hardware']['device']}"
-    data = f"Dataset {track['dataset']}, fingerprint {tracks_json['datasets'][track['dataset']]['fingerprint'][:12]}"
-    return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {hardware}."
+    hardware = track["hardware"]
+    gpus = f"{track['class']}, {hardware['num_devices']} x {hardware['device']}"
+    fingerprint = tracks_json["datasets"][track["dataset"]]["fingerprint"]
+    data = f"Dataset {track['dataset']}, fingerprint {fingerprint[:12]}"
+    return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {gpus}."
 
 
 def open_tracks(tracks_json: dict, taken: set[str]) -> str:
@@ -114,7 +121,7 @@ def other_projects(quotes: dict) -> str:
 
 
 def current_entries() -> dict[str, dict]:
-    """The newest entry of each args file of runs/ that still sets the same, by name; the main dataset comes first."""
+    """The newest entry of each args file that still sets the same; the main dataset comes first."""
     current = {}
     for record in sorted(read_records(), key=last_start):
         args = record["args"]
@@ -122,8 +129,12 @@ def current_entries() -> dict[str, dict]:
             paths = files.BASELINES / record["name"] / args, files.ROOT / "runs" / args
             then, now = (settings(path) for path in paths)
             current |= {args: record} if then == now else {}
-    first = tracks.read()["main_dataset"]
-    return dict(sorted(current.items(), key=lambda pair: (pair[1]["dataset"]["name"] != first, pair[0])))
+    main_dataset = tracks.read()["main_dataset"]
+
+    def order(args: str) -> tuple[bool, str]:
+        return current[args]["dataset"]["name"] != main_dataset, args
+
+    return {args: current[args] for args in sorted(current, key=order)}
 
 
 def settings(path: Path) -> dict[str, list]:
@@ -134,11 +145,12 @@ def settings(path: Path) -> dict[str, list]:
 def last_start(record: dict) -> str:
     """The time of the last start of an entry's runs; of format 1 only the day is known."""
     runs = entry.read_run_files(files.BASELINES / record["name"])
-    return max((start["date"] for run in runs for start in run["starts"]), default=entry.day_of(record))
+    dates = [start["date"] for run in runs for start in run["starts"]]
+    return max(dates, default=entry.day_of(record))
 
 
 def rows_of(dataset: str) -> list[plots.Row]:
-    """A row for each of them on a dataset, called by what its args file adds to the dataset's name."""
+    """A row for each of them on a dataset, named by what its args file adds to that."""
     rows = []
     for args, record in current_entries().items():
         if record["dataset"]["name"] == dataset:
@@ -149,7 +161,7 @@ def rows_of(dataset: str) -> list[plots.Row]:
 
 
 def curves() -> str:
-    """The generated part of CURVES.md, markers included: training loss of today's entries at fractions of the run."""
+    """The generated part of CURVES.md, markers included: training loss of today's entries."""
     blocks = [BEGIN]
     for args, record in current_entries().items():
         curve = loss_curve(entry.read_logs(files.BASELINES / record["name"], record))
@@ -168,10 +180,12 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Today's entries of the main dataset; those of B34 beside other projects; training losses. Returns the files."""
+    """Plots today's entries, B34 beside other projects, and losses. Returns the files."""
     main_dataset = tracks.read()["main_dataset"]
     quotes = files.read_json(QUOTED)
-    ours, others, losses = (README.with_name(name) for name in ("curves.png", "head_to_head.png", "training.png"))
+    ours = README.with_name("curves.png")
+    others = README.with_name("head_to_head.png")
+    losses = README.with_name("training.png")
     rows = rows_of(main_dataset)
     plots.draw_today({f"{main_dataset.upper()}: 34 M tokens of Python": (rows, [])}, ours)
     panels = {

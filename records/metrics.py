@@ -1,4 +1,4 @@
-"""The metrics of a run and of several seeds, from log.jsonl and core.csv. README.md beside it says what they mean."""
+"""Metrics of a run and of several seeds, from log.jsonl and core.csv; README.md defines them."""
 
 import csv
 import functools
@@ -17,10 +17,15 @@ CORE_TASKS = 22
 
 # Metrics of a run: title and format in tables.
 METRICS = {
-    "val_bpb": ("val bpb", ".5f"), "core": ("CORE", ".4f"), "steps": ("steps", ",.0f"), "tokens": ("tokens", ",.0f"),
-    "train_seconds": ("training seconds", ",.2f"), "tokens_per_second": ("tokens/s", ",.0f"), "mfu": ("MFU", ".1%"),
+    "val_bpb": ("val bpb", ".5f"),
+    "core": ("CORE", ".4f"),
+    "steps": ("steps", ",.0f"),
+    "tokens": ("tokens", ",.0f"),
+    "train_seconds": ("training seconds", ",.2f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "mfu": ("MFU", ".1%"),
     "peak_memory_gib": ("peak memory GiB", ".2f"),
-}  # fmt: skip
+}
 
 
 def read_log(path: Path) -> list[dict]:
@@ -45,7 +50,7 @@ def losses(log: list[dict]) -> list[float]:
 
 @functools.lru_cache(maxsize=1000)
 def losses_of(path: Path, digest: str) -> list[float]:
-    """losses() of a log with this sha256. verify.py compares every log with all others, so they are read once."""
+    """losses() of a log with this sha256, read once: verify.py compares every log with all others."""
     return losses(read_log(path))
 
 
@@ -84,7 +89,7 @@ def read_core(path: Path) -> tuple[dict[str, str], float | None]:
 
 
 def summarize(runs: list[dict]) -> dict:
-    """{metric: {"mean", "sd"}} over the metrics of several runs; a metric that one of them lacks is skipped."""
+    """{metric: {"mean", "sd"}} over several runs; a metric that one of them lacks is skipped."""
     out = {}
     for key in METRICS:
         values = [run[key] for run in runs]
@@ -94,7 +99,7 @@ def summarize(runs: list[dict]) -> dict:
 
 
 def loss_curve(logs: list[list[dict]]) -> list[dict]:
-    """Means over the runs at each step that all of them logged; "val_bpb" is None unless all of them validated."""
+    """Means over the runs at steps that all logged; "val_bpb" is None unless all validated."""
     trains = [{line["step"]: line for line in split_log(log)[0]} for log in logs]
     vals = [{line["step"]: line["val_bpb"] for line in split_log(log)[1]} for log in logs]
     rows = []
@@ -116,7 +121,7 @@ def loss_curve(logs: list[list[dict]]) -> list[dict]:
 
 
 def loss_noise(logs: list[list[dict]]) -> float | None:
-    """Distance between seeds: sd of the loss over the runs divided by its mean, root mean square over steps."""
+    """Sd of the loss over the runs divided by its mean, as a root mean square over steps."""
     if len(logs) < 2:
         return None
     return math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in loss_curve(logs)))

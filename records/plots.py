@@ -1,4 +1,4 @@
-"""Plots of bits per byte: of any rows for compare.py --plot, and of today's entries beside the leaderboard."""
+"""Plots of bits per byte: any rows for compare.py --plot, today's entries for the leaderboard."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +8,12 @@ import entry
 import numpy as np
 from metrics import split_log
 
-COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}  # the same in all plots
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed only. A point of a curve is (tokens, seconds, training bpb, val bpb) or None."""
+    """Runs that differ in their seed only. Points of curves are (tokens, seconds, bpb, val bpb)."""
 
     name: str
     device: str
@@ -51,7 +51,7 @@ def record_row(folder: Path) -> Row:
 
 
 def new_figure(columns: int, size: tuple[float, float]) -> tuple:
-    """(figure, its panels side by side); not known to pyplot, so that nothing needs to be closed."""
+    """(figure, its panels side by side), without pyplot, so that nothing needs to be closed."""
     from matplotlib.figure import Figure
 
     figure = Figure(size, layout="constrained")
@@ -59,7 +59,7 @@ def new_figure(columns: int, size: tuple[float, float]) -> tuple:
 
 
 def draw_rows(rows: list[Row], path: Path) -> None:
-    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots."""
+    """Bits per byte over tokens and over seconds: training as thin lines, validation as dots."""
     from matplotlib.ticker import EngFormatter
 
     figure, panels = new_figure(2, (12, 4.8))
@@ -91,7 +91,7 @@ def draw_rows(rows: list[Row], path: Path) -> None:
 
 
 def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> None:
-    """Validation over training seconds: the mean of the seeds, and a band from the lowest to the highest.
+    """Validation over training seconds: the mean of the seeds in a band from lowest to highest.
 
     Args: panels {title: (rows, runs without logs, drawn as crosses)}; each has text of its own
     """

@@ -38,7 +38,7 @@ class Standing:
     reason: str = ""
 
     def __str__(self) -> str:
-        """E.g. "record 2, p < 0.0001", "not significant, p = 0.16", "worse, 10.4% slower", "ineligible: too slow"."""
+        """E.g. "record 2, p < 0.0001", "not significant, p = 0.16", "ineligible: too slow"."""
         title = self.kind.value + (f" {self.number}" if self.number else "")
         if self.reason:
             separator = ", " if self.kind in (Kind.RECORD, Kind.WORSE) else ": "
@@ -49,7 +49,7 @@ class Standing:
 
 
 def rank(records: list[dict], track: dict) -> list[tuple[dict, Standing]]:
-    """Each record of a track with its standing: ranked ones first, the best on top, then those that are ineligible.
+    """Each record of a track with its standing: from the best down, then those that are ineligible.
 
     Args: records in any order, with their names; track one of tracks.json
     """
@@ -78,7 +78,7 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, Standing]]:
 
 
 def in_order(records: list[dict], metric: str) -> list[dict]:
-    """Records by day. Those of one day from the best down by the metric, but each behind the baseline that it names."""
+    """Records by day, those of one day from the best down, each behind its baseline."""
     named = {record["name"]: record for record in records}
 
     def depth(record: dict) -> int:
@@ -87,7 +87,10 @@ def in_order(records: list[dict], metric: str) -> list[dict]:
         same_day = baseline is not None and entry.day_of(baseline) == entry.day_of(record)
         return 1 + depth(baseline) if same_day else 0
 
-    return sorted(records, key=lambda record: (entry.day_of(record), depth(record), fmean(values(record, metric))))
+    def order(record: dict) -> tuple[str, int, float]:
+        return entry.day_of(record), depth(record), fmean(values(record, metric))
+
+    return sorted(records, key=order)
 
 
 def same_recipe(record: dict, other: dict) -> bool:
@@ -100,7 +103,7 @@ def same_recipe(record: dict, other: dict) -> bool:
 
 
 def compare(record: dict, best: dict, earlier: list[dict], metric: str) -> Standing:
-    """The standing of a record beside the best one before it, without a number; a rerun is never a record."""
+    """The standing beside the best record before it, without a number; a rerun is never a record."""
     if metric == "val_bpb":
         standing = by_test([welch(values(record, metric), values(best, metric))])
     else:
@@ -111,7 +114,7 @@ def compare(record: dict, best: dict, earlier: list[dict], metric: str) -> Stand
 
 
 def by_test(tests: list[dict]) -> Standing:
-    """A record has p < ALPHA and a lower mean in all tests; a worse entry has a higher mean in all of them."""
+    """A record has p < ALPHA and a lower mean in all tests, a worse entry a higher mean."""
     undefined = any(test["p"] is None for test in tests)
     p = None if undefined else max(test["p"] for test in tests)
     if p is not None and p < ALPHA and all(test["difference"] < 0 for test in tests):
@@ -122,15 +125,16 @@ def by_test(tests: list[dict]) -> Standing:
 
 
 def compare_seconds(record: dict, best: dict, earlier: list[dict]) -> Standing:
-    """By a test if the entry names the best one, or a rerun of it, that ran in the same session; else by the ratio.
+    """By a test if it names the best one, or its rerun, of the same session; else by the ratio.
 
     A new record is faster than both, the best one and its rerun.
     """
     metric = "train_seconds"
     test = welch(values(record, metric), values(best, metric))
     for baseline in earlier:
-        named = baseline["name"] == record["against"] and (baseline is best or same_recipe(baseline, best))
-        if named and entry.same_session(record, baseline):
+        is_best = baseline is best or same_recipe(baseline, best)
+        is_named = baseline["name"] == record["against"]
+        if is_best and is_named and entry.same_session(record, baseline):
             return by_test([test, welch(values(record, metric), values(baseline, metric))])
     ratio = fmean(values(record, metric)) / fmean(values(best, metric))
     if abs(ratio - 1) < SESSION_NOISE:

@@ -39,7 +39,8 @@ def problems(folder: Path) -> list[str]:
         else:
             out += check_runs(folder, record, runs)
         for run, log, file in zip(record["runs"], logs, runs, strict=True):
-            out += [f"{run['log']}: {problem}" for problem in check_log(log, file["config"], file["machine"])]
+            found = check_log(log, file["config"], file["machine"])
+            out += [f"{run['log']}: {problem}" for problem in found]
         core_tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for path in core_tables:
             if metrics.read_core(path)[0] != metrics.read_core(core_tables[0])[0]:
@@ -74,7 +75,7 @@ def identity(run: dict) -> dict:
 
 
 def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
-    """The runs differ in seed, place and intervals only, and they scored the validation set of their track."""
+    """The runs differ in seed, place and intervals only, and scored what their track scores."""
     out = []
     script = folder / record["script"]
     first = runs[0]
@@ -84,7 +85,8 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
         if run["machine"]["script_sha256"] != files.sha256(script):
             out.append(f"{name}: script_sha256 is not that of {script.name}, which was changed after the run")
         out += files.mismatches(identity(first), identity(run), name, source)
-        out += files.mismatches(recipe_of(first["config"]), recipe_of(run["config"]), f"{name}.config", source)
+        recipes = [recipe_of(each["config"]) for each in (first, run)]
+        out += files.mismatches(*recipes, f"{name}.config", source)
         out += files.mismatches(first["scored"], run["scored"], f"{name}.scored", source)
         out += start_problems(run, name)
     if not folder.name.startswith((".", record["date"])):
@@ -130,7 +132,7 @@ def flag_problems(folder: Path, record: dict, run_flags: list[str]) -> list[str]
 
 
 def planned_steps(config: dict) -> int:
-    """Steps that a Config asks for: Config.num_steps of the training scripts, without importing one."""
+    """Steps that a Config asks for, as Config.num_steps of the training scripts."""
     mean_packs = sum(row[0] * row[1] for row in config["stages"])
     return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
 
@@ -165,7 +167,7 @@ def check_log(log: list[dict], config: dict | None, machine: dict) -> list[str]:
 
 
 def check_speed(run: dict, config: dict | None, machine: dict) -> list[str]:
-    """MFU and tokens/s must allow for the FLOPs of a token: 6 for each weight of attention, MLP and head."""
+    """MFU and tokens/s must allow for 6 FLOPs a token and weight of attention, MLP and head."""
     sizes = ("num_layers", "width", "mlp_width", "vocab_size")
     peak = next((peak for model, peak in PEAK_TFLOPS.items() if model in machine["device"]), None)
     if not peak or not run["mfu"] or not config or not all(key in config for key in sizes):

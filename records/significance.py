@@ -27,7 +27,7 @@ def welch(new: list[float], old: list[float]) -> dict:
 
 
 def p_below(values: list[float], target: float) -> float | None:
-    """One-sided p of a t-test that the mean is below the target; None for a single run or without spread."""
+    """One-sided p that the mean is below the target; None for a single run or without spread."""
     if not sample_sd(values):
         return None
     return float(stats.ttest_1samp(values, target, alternative="less").pvalue)

@@ -19,7 +19,7 @@ OTHER_SESSION = "other GPU or session"
 
 
 def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """A Markdown table with columns of even width; the first `left` columns are text, the others figures."""
+    """A Markdown table with even columns; the first `left` are text, the others figures."""
     widths = [max(3, *(len(row[i]) for row in [titles, *rows])) for i in range(len(titles))]
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
 
@@ -56,7 +56,7 @@ def difference_text(test: dict, digits: int, no_test: str = FEW_RUNS) -> str:
 
 
 def script_sections(text: str) -> dict[str, list[str]]:
-    """Lines of a training script by section: behind its banner, or between markers that name one."""
+    """Lines of a training script by section: behind a banner, or between markers."""
     parts = {}
     outer = "between sections"
     name = "docstring"
@@ -157,7 +157,9 @@ def runs_table(record: dict) -> str:
     """A row for each run, then mean and sd if there are several."""
     runs = record["runs"]
     shown = [key for key in METRICS if any(run[key] is not None for run in runs)]
-    rows = [[str(run["seed"]), *(format_value(run[key], METRICS[key][1]) for key in shown)] for run in runs]
+    rows = []
+    for run in runs:
+        rows.append([str(run["seed"]), *(format_value(run[key], METRICS[key][1]) for key in shown)])
     if len(runs) > 1:
         for which in ("mean", "sd"):
             row = {key: value[which] for key, value in record["summary"].items()}
@@ -188,6 +190,9 @@ def baseline_text(record: dict, folder: Path) -> str:
     short = [entry.without_patches(r["versions"]) for r in (record, other)]
     names = [name for name in record["versions"] if short[0].get(name) != short[1].get(name)]
     if names:
-        pairs = [f"{name} {record['versions'][name]} and {other['versions'].get(name)}" for name in names]
+        ours = record["versions"]
+        theirs = other["versions"]
+        pairs = [f"{name} {ours[name]} and {theirs.get(name)}" for name in names]
         lines.append(f"- versions that differ: {', '.join(pairs)}")
-    return f"Against `{record['against']}` ({counts}, Welch, two-sided; negative is better):\n\n" + "\n".join(lines)
+    head = f"Against `{record['against']}` ({counts}, Welch, two-sided; negative is better):"
+    return head + "\n\n" + "\n".join(lines)

@@ -29,7 +29,8 @@ from significance import ALPHA, p_below
 from text import table
 
 FILE = Path(__file__).with_name("tracks.json")
-MAX_TIME_RATIO = 1.1  # seconds of a run with fixed tokens over the first mean, so that bits are not bought with time
+# Seconds of a run with fixed tokens over the first mean, so that bits are not bought with time.
+MAX_TIME_RATIO = 1.1
 TOKEN_TOLERANCE = 0.001  # by which a run of whole steps may pass the number of tokens
 MIN_SEEDS = 3
 
@@ -43,7 +44,7 @@ def read() -> dict:
 
 
 def target_of(values: list[float]) -> float:
-    """The target that a first mean sets: the upper end of its one-sided 99 % interval, rounded up."""
+    """The target that a first mean sets: the end of its one-sided 99 % interval, rounded up."""
     half = stats.t.ppf(1 - ALPHA, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return math.ceil((fmean(values) + half) * 1000) / 1000
 
@@ -57,23 +58,25 @@ def limit_of(seconds: list[float]) -> float:
 
 
 def tracks_of(record: dict, tracks_json: dict) -> list[str]:
-    """Names of the tracks with the entry's dataset, script, hardware and, where they ask for one, shape."""
+    """Names of the tracks with the entry's dataset, script, hardware and, if asked for, shape."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
     own = (record["dataset"]["fingerprint"], record["track"], hardware)
 
     def asked(track: dict) -> tuple:
-        return tracks_json["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
+        fingerprint = tracks_json["datasets"][track["dataset"]]["fingerprint"]
+        return fingerprint, track["script"], track["hardware"]
 
     def has_shape(track: dict) -> bool:
         shape = flags.config_names(track.get("config", {}))
         config = flags.config_names(record["config"] or {})
         return shape == {key: config.get(key) for key in shape}
 
-    return [name for name, track in tracks_json["tracks"].items() if asked(track) == own and has_shape(track)]
+    pairs = tracks_json["tracks"].items()
+    return [name for name, track in pairs if asked(track) == own and has_shape(track)]
 
 
 def scoring_problems(record: dict, config: dict, scored: dict | None, tracks_json: dict) -> list[str]:
-    """Why an entry's val bpb is not that of its dataset's tracks, which fix what is scored and how it is cut."""
+    """Why an entry's val bpb is not that of its dataset's tracks, which fix what is scored."""
     out = []
     for dataset in tracks_json["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
@@ -87,7 +90,7 @@ def scoring_problems(record: dict, config: dict, scored: dict | None, tracks_jso
 
 
 def ineligible_because(record: dict, track: dict) -> str | None:
-    """Why an entry is not ranked on a track that has its dataset, script and hardware; None if it is."""
+    """Why an entry is not ranked on a track of its dataset and hardware; None if it is."""
     runs = record["runs"]
     if len(runs) < MIN_SEEDS:
         return f"fewer than {MIN_SEEDS} seeds"
@@ -102,7 +105,8 @@ def ineligible_because(record: dict, track: dict) -> str | None:
         return "too many tokens"
     if track["max_seconds"] is None:
         return "no limit yet"
-    return "too slow" if fmean(entry.values(record, "train_seconds")) > track["max_seconds"] else None
+    seconds = fmean(entry.values(record, "train_seconds"))
+    return "too slow" if seconds > track["max_seconds"] else None
 
 
 def rule_text(track: dict) -> str:
@@ -117,7 +121,7 @@ def rule_text(track: dict) -> str:
 
 
 def scored_text(script, folder: Path, max_seq_len: int, val_tokens: int) -> dict:
-    """What the training script validates on: targets with bytes, their bytes, and a hash of the documents."""
+    """What the script validates on: targets with bytes, their bytes, a hash of the documents."""
     dataset = script.Dataset.open(folder)
     config = script.Config(max_seq_len=max_seq_len, val_tokens=val_tokens)
     digest = hashlib.sha256()
@@ -176,7 +180,7 @@ def fill_open(old: dict, new: dict, what: str) -> dict:
 
 
 def add(args: argparse.Namespace) -> None:
-    """Writes the two tracks of the command line to tracks.json. Raises UserError if they contradict what is there."""
+    """Writes the two tracks that flags describe. Raises UserError if tracks.json has others."""
     for flag, text in (("--dataset", args.dataset), ("--name", args.name or args.dataset)):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
             raise UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")

@@ -26,11 +26,11 @@ from files import UserError
 
 MAX_SIGMA = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
-TIME_TOLERANCE = 0.05  # two GPUs of one model differ by up to 3 %, one GPU by about 2 % from day to day
+TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, one GPU by 2 % from day to day
 
 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
-    """Trains with the first seed until step `steps` and compares what it logs with the entry. Returns the problems."""
+    """Trains the first seed until step `steps` and compares its log with the entry: the problems."""
     record = entry.read_record(folder)
     fingerprint = record["dataset"]["fingerprint"]
     given = files.read_json(data / "dataset.json").get("fingerprint")
@@ -64,7 +64,7 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
 
 
 def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
-    """Each logged loss, and at the end val bpb, may differ from the mean by MAX_SIGMA sd of the seeds."""
+    """Losses, and at the end val bpb, may differ from the mean by MAX_SIGMA sd of the seeds."""
     mine = {line["step"]: line["loss"] for line in metrics.split_log(log)[0]}
     noise = record["loss_noise"] or UNKNOWN_NOISE
     pairs = []
@@ -88,7 +88,7 @@ def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> l
 
 
 def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
-    """On the same hardware: FLOPs of a token, which MFU and tokens/s imply, are equal, and seconds similar."""
+    """On the same hardware, MFU and tokens/s imply equal FLOPs of a token; seconds are similar."""
     stated = {line["step"]: line for line in metrics.split_log(logs[0])[0]}
     mine = [line for line in metrics.split_log(log)[0] if line["step"] in stated]
     out = []
