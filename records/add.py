@@ -40,8 +40,9 @@ spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 module = sys.modules["script"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for words in json.loads(sys.argv[2]):
-    args = module.build_parser().parse_args(words)
-    print(json.dumps(dataclasses.asdict(module.make_config(args))))
+    config = module.make_config(module.build_parser().parse_args(words))
+    stages = [dataclasses.astuple(stage) for stage in config.stage_table]
+    print(json.dumps({**dataclasses.asdict(config), "stages": stages}))
 """
 
 
@@ -54,7 +55,7 @@ def read_run(run_dir: Path, script: str) -> dict:
         if not (run_dir / name).is_file():
             hint = "it is of another track" if name == script else "name the directory of a run"
             raise UserError(f"{run_dir} has no {name}; {hint}")
-    description = files.read_json(run_dir / "config.json")
+    description = entry.read_description(run_dir)
     if description["command"] != "pretrain":
         raise UserError(f"{run_dir} is a run of {description['command']}; an entry is made of pretraining runs")
     if not description.get("starts"):

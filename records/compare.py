@@ -37,7 +37,7 @@ from significance import p_below, sample_sd, welch
 def run_row(run_dir: Path) -> tuple[str, Row]:
     """(what runs of one row share, a row of this run alone)."""
     log = read_log(run_dir / "log.jsonl")
-    run = files.read_json(run_dir / "config.json")
+    run = entry.read_description(run_dir)
     machine = run["machine"]
     config = run["config"]
     if problems := rules.check_log(log, config, machine):

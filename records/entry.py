@@ -68,6 +68,18 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: files.sha256(path) for path in paths}
 
 
+def read_description(run_dir: Path) -> dict:
+    """config.json of a run. Its Config holds every stage in use, also those that the script derived.
+
+    Scripts after 2026-11-27 list these apart, under "stage_table". Raises UserError if it cannot be read.
+    """
+    description = read_json(run_dir / "config.json")
+    if "stage_table" in description:
+        stages = [list(stage.values()) for stage in description["stage_table"]]
+        description["config"]["stages"] = stages
+    return description
+
+
 # ==== what an entry is compared with
 
 

@@ -49,7 +49,7 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         command += [*record["flags"], "--seed", str(record["runs"][0]["seed"])]
         command += ["--data", str(data.resolve()), "--run-dir", str(run_dir)]
         log = train_until(steps, last, command, run_dir / "log.jsonl", Path(temporary) / "stderr")
-        made = files.read_json(run_dir / "config.json")
+        made = entry.read_description(run_dir)
     log = [line for line in log if line["step"] <= steps]
     problems = compare_loss(record, logs, log, steps >= last)
     if record["config"]:

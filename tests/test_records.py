@@ -509,7 +509,7 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
 
 
 def test_what_is_no_reason_to_refuse(repo, tmp_path):
-    """Patch versions, intervals, the timeout of ranks, names of folders, and the seal of older config.json."""
+    """Patch versions, intervals, names of folders, a table of stages, and the seal of older config.json."""
     runs = copies(repo, tmp_path, 0, 1)
 
     def other(config):
@@ -520,7 +520,16 @@ def test_what_is_no_reason_to_refuse(repo, tmp_path):
         config["config"].update(data="/elsewhere/renamed", save_every=-1)
         config["flags"] += ["--save-every", "-1", "--wandb", "name"]
 
-    edit(runs[0] / "config.json", lambda config: config.pop("sha256", None))
+    def stages_apart(config):
+        """As scripts list them that do not write derived stages into the Config."""
+        config.pop("sha256", None)
+        if "stage_table" not in config:
+            names = ("fraction", "packs", "lr_mult")
+            rows = config["config"]["stages"]
+            config["stage_table"] = [dict(zip(names, row, strict=True)) for row in rows]
+            config["config"]["stages"] = []
+
+    edit(runs[0] / "config.json", stages_apart)
     edit(runs[1] / "config.json", other)
     added(tmp_path, *runs)
     given = ["@other/tiny.args", "--rank-timeout", "9", "--resume", "--run-dir=a", "--no-compile", "--log-every", "3"]
