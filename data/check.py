@@ -7,9 +7,18 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import format
 import numpy as np
 import tokenizer
+from dataset import (
+    FOLDERS,
+    check_file,
+    count_shard,
+    fail,
+    read_dataset,
+    read_shard,
+    run,
+    tell_shared,
+)
 
 
 def problem_of(action: Callable, *args) -> str:
@@ -23,15 +32,15 @@ def problem_of(action: Callable, *args) -> str:
 
 def find_problems(folder: Path) -> list[str]:
     """Reads every listed file of a dataset directory and returns what is wrong."""
-    dataset = format.read_dataset(folder)
+    dataset = read_dataset(folder)
     files = dataset["files"]
     listed = {folder / name for name in files}
-    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in format.FOLDERS]
+    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
     unlisted = [path for path in shards if path not in listed]
     problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
 
     path = folder / "tokenizer.json"
-    of_file = {name: problem_of(format.check_file, folder / name, files[name]) for name in files}
+    of_file = {name: problem_of(check_file, folder / name, files[name]) for name in files}
     of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
     problems += filter(None, of_file.values())
     if of_file["tokenizer.json"]:
@@ -53,14 +62,14 @@ def find_problems(folder: Path) -> list[str]:
 def check_shard(path: Path, entry: dict, sha256: str, bos: int, lengths: np.ndarray) -> None:
     """Ends the script unless a shard is valid and matches what dataset.json says about it."""
     if path.name.endswith(".mask.bin"):
-        mask = format.read_shard(path)
+        mask = read_shard(path)
         masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
-        if not masked.exists() or len(mask) != len(format.read_shard(masked)) or mask.max() > 1:
-            format.fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
+        if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
+            fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
         return
-    for key, value in format.count_shard(path, sha256, bos, lengths).items():
+    for key, value in count_shard(path, sha256, bos, lengths).items():
         if entry.get(key, value) != value:
-            format.fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
+            fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
 
 
 def main() -> None:
@@ -72,13 +81,13 @@ def main() -> None:
         print("\n".join(problems))
         raise SystemExit(1)
 
-    dataset = format.read_dataset(args.data)
+    dataset = read_dataset(args.data)
     print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
     bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
     for kind in ("pretrain", "sft"):
-        if line := format.tell_shared(args.data, bos, kind):
+        if line := tell_shared(args.data, bos, kind):
             print(line)
 
 
 if __name__ == "__main__":
-    format.run(main)
+    run(main)

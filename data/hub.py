@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from format import (
+from dataset import (
     FULL_DISK,
     check_dataset,
     check_file,

@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from format import fail, run, write_atomic
+from dataset import fail, run, write_atomic
 from sources import TextSettings, add_source_flags, check_flags, open_text
 
 MOST_TITLE_WORDS = 20

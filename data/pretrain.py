@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pypi
 import tokenizer
-from format import (
+from dataset import (
     count_shard,
     entry_of,
     fail,

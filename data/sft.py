@@ -20,7 +20,7 @@ nothing between them. A content is a text or a list of {"type": "text", "text"};
 not <|assistant_start|>, not the output. System and developer messages are put before the next user message with a blank
 line. Special tokens spelled in a text stay text.
 
-Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
+Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each NAME.mask.bin: the same header
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
 reader of the shards must leave out *.mask.bin. dataset.json then lists the files and the splits "sft_train" and
 "sft_val", and states a fingerprint of shards, masks and tokenizer under "sft". Without --val-source, --val-fraction
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizer
-from format import (
+from dataset import (
     entry_of,
     fail,
     lock_folder,

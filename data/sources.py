@@ -38,8 +38,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import hub
 import pypi
-from format import fail, run
-from sections import cut_sections
+from dataset import fail, run
+from pypi import cut_sections
 
 HUB_SOURCES = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",

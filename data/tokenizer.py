@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 import tiktoken.load
-from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
+from dataset import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
 from sources import TextSettings, add_source_flags, check_flags, clean, open_text
 
 FORMAT = "decoderstack-tokenizer-1"

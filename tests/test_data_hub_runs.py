@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-import format
+import dataset
 import hub as data_hub
 import pytest
 import train_small as ts
@@ -86,7 +86,7 @@ def test_an_interrupted_download_goes_on(hub, run_dir, tmp_path):
     out = tmp_path / "out"
     hub.corrupt["log.jsonl"] = -1
     error = run_hub(hub, "download-run", "me/run", "--out", out, code=1)
-    good = format.sha256_file(run_dir / "log.jsonl")
+    good = dataset.sha256_file(run_dir / "log.jsonl")
     assert f"log.jsonl of me/run is not what run.json lists (sha256 {good})" in error
     assert (out / "config.json").exists() and not (out / "log.jsonl").exists() and not (out / "run.json").exists()
     hub.corrupt.clear()
@@ -108,7 +108,7 @@ def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):
 
 def test_what_is_no_run_is_not_sent(hub, run_dir, tmp_path):
     assert "no run directory" in run_hub(hub, "upload-run", tmp_path / "none", "me/new", code=1)
-    with format.lock_folder(run_dir):  # as training does
+    with dataset.lock_folder(run_dir):  # as training does
         assert "another process is writing" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
     (run_dir / "train_small.py").unlink()
     assert "must list one script" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)

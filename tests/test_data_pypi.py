@@ -11,7 +11,7 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
-import format
+import dataset
 import pretrain
 import pypi
 import pytest
@@ -47,7 +47,7 @@ def make_wheel(folder: Path, name: str, members: dict[str, str | bytes], version
 
 def entry(path: Path, part: str) -> dict:
     name, version, *_ = path.name.split("-")
-    sha256 = format.sha256_file(path)
+    sha256 = dataset.sha256_file(path)
     size = path.stat().st_size
     return {
         "name": name, "version": version, "part": part, "licence": "MIT", "file": path.name, "size": size,
@@ -265,7 +265,7 @@ def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
     packages = pypi.set_packages(pypi.read_lock(), "p34")
     folder = world / "wheels"
     paths = pypi.fetch(packages, folder)
-    assert [format.sha256_file(path) for path in paths] == [package["sha256"] for package in packages]
+    assert [dataset.sha256_file(path) for path in paths] == [package["sha256"] for package in packages]
     assert sorted(p.name for p in folder.iterdir()) == sorted(p["file"] for p in packages)
 
     # A damaged one is fetched again, and it alone.
@@ -273,7 +273,7 @@ def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
     assert "downloading 3 wheels" in capsys.readouterr().out
     pypi.fetch(packages, folder)
     assert "downloading 1 wheels" in capsys.readouterr().out
-    assert format.sha256_file(paths[0]) == packages[0]["sha256"]
+    assert dataset.sha256_file(paths[0]) == packages[0]["sha256"]
 
     monkeypatch.setattr(pypi, "download", lambda *args: pytest.fail("downloaded again"))
     assert pypi.fetch(packages, folder) == paths
@@ -298,10 +298,10 @@ def test_another_file_under_the_name_is_refused(world):
 
 def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
     two = build(locked, "p34", 2)
-    dataset = format.read_dataset(two)
-    assert dataset["splits"]["val"]["documents"] == 2
-    assert dataset["splits"]["train"]["documents"] == 22, "one of 23 is in validation"
-    assert dataset["sources"][:2] == ["pypi:p34", "held-1.0-py3-none-any.whl"]
+    info = dataset.read_dataset(two)
+    assert info["splits"]["val"]["documents"] == 2
+    assert info["splits"]["train"]["documents"] == 22, "one of 23 is in validation"
+    assert info["sources"][:2] == ["pypi:p34", "held-1.0-py3-none-any.whl"]
     capsys.readouterr()
     pypi.verify("p34", two, 2)
     assert "bit for bit" in capsys.readouterr().out
@@ -326,8 +326,8 @@ def test_the_first_layer_that_differs_is_named(locked, path, words):
 
 
 def test_both_sets_share_validation_and_tokenizer(downloaded):
-    small = format.read_dataset(build(downloaded, "p34", 1))
-    large = format.read_dataset(build(downloaded, "p100", 1))
+    small = dataset.read_dataset(build(downloaded, "p34", 1))
+    large = dataset.read_dataset(build(downloaded, "p100", 1))
     assert large["tokenizer_sha256"] == small["tokenizer_sha256"]
     assert large["files"]["pretrain/val_000000.bin"] == small["files"]["pretrain/val_000000.bin"]
     assert large["splits"]["train"]["documents"] == 42

@@ -7,7 +7,7 @@ import random
 import re
 from pathlib import Path
 
-import format
+import dataset
 import numpy as np
 import pytest
 import tokenizer
@@ -26,7 +26,7 @@ SAMPLE = [FOX.format(i, i * i) for i in range(300)]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    format.write_json(path, tokenizer.train(SAMPLE, 400))
+    dataset.write_json(path, tokenizer.train(SAMPLE, 400))
     return path
 
 
@@ -170,7 +170,7 @@ HARD_TEXT = "I'LL it's  \n\n x\t\ty 12345 \u0663\u0664 \u4f60\u597d!?\r\n \u00a0
 def test_patterns_by_name(tmp_path, name):
     """A tokenizer trained with each drops no text, and states its pattern."""
     path = tmp_path / "t.json"
-    format.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
+    dataset.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
     encoding = tokenizer.load(path)
     for text in (HARD_TEXT, tokenizer.TEST_TEXT, " ", "\n \n", "a \n"):
         assert encoding.decode_bytes(tokenizer.encode(encoding, text).tolist()) == text.encode()

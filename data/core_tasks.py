@@ -1,7 +1,7 @@
 """Makes token files of the 22 CORE tasks (DCLM): few-shot prompts with the spans to score.
 
-    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
-    python data/core.py --download --data data/shards/climbmix               fetches the public one
+    python data/core_tasks.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
+    python data/core_tasks.py --download --data data/shards/climbmix               fetches the public one
 
 It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
 runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is the common prefix of its choices,
@@ -39,7 +39,7 @@ import numpy as np
 import tokenizer
 import yaml
 import zstandard
-from format import entry_of, fail, lock_folder, new_folder, read_dataset, run, write_atomic
+from dataset import entry_of, fail, lock_folder, new_folder, read_dataset, run, write_atomic
 from sources import check_flags, clean
 from tqdm import tqdm
 
