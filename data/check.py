@@ -14,15 +14,15 @@ from dataset import (
     check_file,
     count_shard,
     fail,
+    overlap_note,
     read_dataset,
     read_shard,
     run,
-    tell_shared,
 )
 
 
-def problem_of(action: Callable, *args) -> str:
-    """The sentence with which an action ends the script, or ""."""
+def error_of(action: Callable, *args) -> str:
+    """The error message with which an action ends the script, or ""."""
     try:
         action(*args)
     except SystemExit as end:
@@ -31,31 +31,31 @@ def problem_of(action: Callable, *args) -> str:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """Reads every listed file of a dataset directory and returns what is wrong."""
+    """Reads every listed file of a dataset directory; returns a line for each problem."""
     dataset = read_dataset(folder)
     files = dataset["files"]
-    listed = {folder / name for name in files}
-    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
-    unlisted = [path for path in shards if path not in listed]
+    on_disk = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
+    unlisted = [path for path in on_disk if path.relative_to(folder).as_posix() not in files]
     problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
 
     path = folder / "tokenizer.json"
-    of_file = {name: problem_of(check_file, folder / name, files[name]) for name in files}
-    of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
-    problems += filter(None, of_file.values())
-    if of_file["tokenizer.json"]:
+    errors = {name: error_of(check_file, folder / name, files[name]) for name in files}
+    errors["tokenizer.json"] = errors["tokenizer.json"] or error_of(tokenizer.load, path)
+    problems += filter(None, errors.values())
+    if errors["tokenizer.json"]:
         return problems
 
-    found = tokenizer.describe(path)
-    # Datasets made by hand state none.
-    wrong = [key for key in found if dataset.get(key, found[key]) != found[key]]
-    problems += [f"dataset.json has another {key} than {path}; build it again" for key in wrong]
+    description = tokenizer.describe(path)
+    for key, value in description.items():
+        # Datasets made by hand state none.
+        if dataset.get(key, value) != value:
+            problems.append(f"dataset.json has another {key} than {path}; build it again")
     lengths = tokenizer.token_bytes(path)
-    for name in files:
-        masked = name.replace(".mask.bin", ".bin")
-        if name.endswith(".bin") and not of_file[name] and not of_file.get(masked):
-            stated = (files[name], dataset["tokenizer_sha256"], found["bos_id"], lengths)
-            problems.append(problem_of(check_shard, folder / name, *stated))
+    sha256 = dataset["tokenizer_sha256"]
+    for name, entry in files.items():
+        shard = name.replace(".mask.bin", ".bin")
+        if name.endswith(".bin") and not errors[name] and not errors.get(shard):
+            problems.append(error_of(check_shard, folder / name, entry, sha256, description["bos_id"], lengths))
     return list(filter(None, problems))
 
 
@@ -82,11 +82,11 @@ def main() -> None:
         raise SystemExit(1)
 
     dataset = read_dataset(args.data)
-    print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
+    print(f"{args.data} is complete: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
     bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
     for kind in ("pretrain", "sft"):
-        if line := tell_shared(args.data, bos, kind):
-            print(line)
+        if note := overlap_note(args.data, bos, kind):
+            print(f"note: {note}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import core_tasks
@@ -56,11 +58,11 @@ def data(tmp_path) -> Path:
     root = tmp_path / "data"
     ranks = [bytes([b]) for b in range(256)]
     sha = dataset.write_json(root / "tokenizer.json", tokenizer.make_spec(tokenizer.PATTERN, ranks, {"<|bos|>": 256}))
-    files = {"tokenizer.json": dataset.entry_of(root / "tokenizer.json", sha)}
+    files = {"tokenizer.json": dataset.file_entry(root / "tokenizer.json", sha)}
     for split in ("train", "val"):
         name = f"pretrain/{split}_000000.bin"
         written = dataset.write_shard(root / name, np.array([256, 65], np.uint16), 256, 257, sha)
-        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **dataset.entry_of(root / name, written)}
+        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **dataset.file_entry(root / name, written)}
     dataset.write_dataset(root, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
     return root
 
@@ -156,6 +158,28 @@ def test_texts_that_are_not_utf8(data, bundle):
         assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
     path.write_bytes(b'{"context": "a\xff", "continuation": "b"}\n')
     assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core_tasks.build(bundle, data, 64))
+
+
+def test_the_public_bundle(data, bundle, tmp_path, monkeypatch, capsys):
+    """It is fetched, and a task whose text is not the original, by the id that git gives it, is named."""
+    paths = sorted((bundle / "eval_data").rglob("*.jsonl"))
+    ids = subprocess.check_output(["git", "hash-object", "--no-filters", *paths], text=True).split()
+    names = [path.relative_to(bundle / "eval_data").as_posix() for path in paths]
+    monkeypatch.setattr(core_tasks, "ORIGINALS", dict(zip(names, ids, strict=True)))
+    monkeypatch.setattr(sys, "argv", ["core_tasks.py", "--download", "--data", str(data)])
+
+    def download() -> str:
+        archive = shutil.make_archive(tmp_path / "b", "zip", bundle.parent, bundle.name)
+        monkeypatch.setattr(core_tasks, "URL", Path(archive).as_uri())
+        core_tasks.main()
+        return capsys.readouterr().out
+
+    assert "not the original text" not in download()
+    lambada = bundle / "eval_data/a/lambada.jsonl"
+    lambada.write_bytes(lambada.read_bytes() + b"\n")
+    assert "note: not the original text, so no published score compares: lambada\n" in download()
+    monkeypatch.setattr(core_tasks, "URL", (tmp_path / "none.zip").as_uri())
+    assert "cannot fetch" in sentence(core_tasks.main) and "pass --bundle" in sentence(core_tasks.main)
 
 
 @pytest.mark.parametrize("ending", ["zip", "tar.zst"])

@@ -189,7 +189,7 @@ def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **head
     """A dataset of documents, whose tokens are bytes, with conversations; returns the value of dataset.json."""
     spec = tokenizer.make_spec(tokenizer.PATTERN, [bytes([b]) for b in range(256)], SPECIAL)
     sha = dataset.write_json(root / "tokenizer.json", spec)
-    files = {"tokenizer.json": dataset.entry_of(root / "tokenizer.json", sha)}
+    files = {"tokenizer.json": dataset.file_entry(root / "tokenizer.json", sha)}
     for split, documents in (("train", train), ("val", val)):
         tokens = np.array([t for document in documents for t in [256, *document]], np.uint16)
         stated = {"bos_id": 256, "vocab_size": 258, "tokenizer_sha256": sha, **header}
@@ -198,10 +198,10 @@ def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **head
             counts = {"tokens": len(tokens), "documents": len(documents), "conversations": len(documents)}
             counts["text_bytes"] = len(tokens) - len(documents)
             written = dataset.write_shard(path, tokens, **stated)
-            files[f"{folder}/{path.name}"] = {**counts, **dataset.entry_of(path, written)}
+            files[f"{folder}/{path.name}"] = {**counts, **dataset.file_entry(path, written)}
         mask = root / f"sft/{split}_000000.mask.bin"
         written = dataset.write_shard(mask, np.ones(len(tokens), np.uint16), None, 2, sha)
-        files[f"sft/{mask.name}"] = {"tokens": len(tokens), **dataset.entry_of(mask, written)}
+        files[f"sft/{mask.name}"] = {"tokens": len(tokens), **dataset.file_entry(mask, written)}
     info = {"name": "x", "sources": [], "tokenizer_sha256": sha, "vocab_size": 258, "bos_id": 256}
     dataset.write_dataset(root, {**info, "special_tokens": SPECIAL, "files": files})
     return dataset.read_dataset(root)
@@ -217,11 +217,11 @@ def check(root: Path) -> tuple[int, str]:
 def test_check_counts_validation_text_that_is_also_training_text(tmp_path):
     write_whole(tmp_path, [[1, 2], [3], [9]], [[3], [5, 6], [3], [1, 2, 9]])
     code, output = check(tmp_path)
-    whole, *shared = output.splitlines()
-    assert code == 0 and re.fullmatch(r".* is whole: 7 files, fingerprint [0-9a-f]{12}", whole)
-    assert shared == [
-        "2 of 4 documents of the validation split are also in the training split",
-        "2 of 4 conversations of the validation split are also in the training split",
+    first, *notes = output.splitlines()
+    assert code == 0 and re.fullmatch(r".* is complete: 7 files, fingerprint [0-9a-f]{12}", first)
+    assert notes == [
+        "note: 2 of 4 documents of the validation split are also in the training split",
+        "note: 2 of 4 conversations of the validation split are also in the training split",
     ]
 
 
@@ -232,7 +232,7 @@ def change_tokenizer(root: Path, **fields) -> None:
     value = dataset.read_json(root / "tokenizer.json") | fields
     sha = dataset.write_json(root / "tokenizer.json", value)
     info = dataset.read_json(root / "dataset.json") | {"tokenizer_sha256": sha}
-    info["files"]["tokenizer.json"] = dataset.entry_of(root / "tokenizer.json", sha)
+    info["files"]["tokenizer.json"] = dataset.file_entry(root / "tokenizer.json", sha)
     dataset.write_dataset(root, info)
 
 
@@ -240,7 +240,7 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     """Another shard, which dataset.json lists with its new sha256 and size."""
     dataset.write_shard(root / name, np.array(tokens, np.uint16), **header)
     value = dataset.read_json(root / "dataset.json")
-    value["files"][name] |= dataset.entry_of(root / name, dataset.sha256_file(root / name))
+    value["files"][name] |= dataset.file_entry(root / name, dataset.sha256_file(root / name))
     dataset.write_dataset(root, value)
 
 

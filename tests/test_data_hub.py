@@ -26,7 +26,7 @@ def dataset_dir(tmp_path_factory) -> Path:
         sha = dataset.write_shard(folder / name, tokens)
         files[name] = {"tokens": count, "documents": 1, "text_bytes": count, "sha256": sha}
     sha = dataset.write_json(folder / "tokenizer.json", {"made": "up"})
-    files["tokenizer.json"] = dataset.entry_of(folder / "tokenizer.json", sha)
+    files["tokenizer.json"] = dataset.file_entry(folder / "tokenizer.json", sha)
     dataset.write_dataset(folder, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
     (folder / "progress.json").write_text("not part of the dataset")
     return folder

@@ -83,13 +83,13 @@ def settings(corpus: Path, name: str) -> list[object]:
 
 def test_a_document_may_fill_its_shard(corpus, tmp_path):
     """A shard closes before the document that would take it over its size, and holds one that just fits."""
-    progress = {"shards": {"train": []}, "complete": []}
+    progress = pretrain.Progress(tmp_path, {})
     encoder = pretrain.Encoder(corpus / "tokenizer.json", workers=1)
-    writer = pretrain.ShardWriter(tmp_path, "train", encoder, progress, 60)
+    writer = pretrain.ShardWriter("train", encoder, progress, 60)
     for length in (30, 30, 30, 29, 2, 90, 60, 1):
         writer.add(np.full(length, 441, np.uint16), 1)
     writer.close()
-    assert [shard["tokens"] for shard in progress["shards"]["train"]] == [60, 59, 2, 90, 60, 1]
+    assert [shard["tokens"] for shard in progress.shards["train"]] == [60, 59, 2, 90, 60, 1]
 
 
 def test_equals_a_plain_reference(corpus):
@@ -313,7 +313,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     assert info["vocab_size"] == 400 and info["splits"]["val"]["documents"] == 15
     assert info["splits"]["train"]["documents"] == 285
     # The tokenizer saw only training text.
-    train = sources.open_source(str(source), val_fraction=0.05).train()
+    train = sources.Source(str(source), val_fraction=0.05).train()
     assert dataset.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
 
 
@@ -398,13 +398,13 @@ def test_hosted_shards_are_told_apart_by_whole_words(tmp_path, capsys):
     """ "val" in "retrieval" makes no validation, nor does "train" in "constrained" make training."""
     names = ["retrieval_train_000000.bin", "Retrieval-Train-1.bin", "edu_val_0.bin", "constrained_000.bin"]
     names += ["train00002.bin", "evaluation.val.000.bin", "x_train_val_0.bin"]
-    found = pretrain.sort_hosted([Path(name) for name in names], "x")
+    found = pretrain.sort_by_split([Path(name) for name in names], "x")
     assert [path.name for path in found["train"]] == [names[0], names[1], names[4]]
     assert [path.name for path in found["val"]] == [names[2], names[5]]
-    left_out = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert left_out == ["left out constrained_000.bin", "left out x_train_val_0.bin"]
+    skipped = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert skipped == ["skipped constrained_000.bin", "skipped x_train_val_0.bin"]
     with pytest.raises(SystemExit, match="none of the 2 files of x has the word 'val'"):
-        pretrain.sort_hosted([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
+        pretrain.sort_by_split([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
 
 
 def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):

@@ -82,12 +82,12 @@ def data(tmp_path) -> Path:
     out = tmp_path / "data"
     out.mkdir()
     sha = write_tokenizer(out / "tokenizer.json")
-    files = {"tokenizer.json": dataset.entry_of(out / "tokenizer.json", sha)}
+    files = {"tokenizer.json": dataset.file_entry(out / "tokenizer.json", sha)}
     for split in ("train", "val"):
         name = f"pretrain/{split}_000000.bin"
         written = dataset.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
         counts = {"tokens": 19, "documents": 1, "text_bytes": 19}
-        files[name] = {**counts, **dataset.entry_of(out / name, written)}
+        files[name] = {**counts, **dataset.file_entry(out / name, written)}
     info = {"name": "tiny", "sources": [], "tokenizer_sha256": sha, "files": files}
     dataset.write_dataset(out, info)
     return out
@@ -165,7 +165,7 @@ def test_long_conversations(data, tmp_path):
     val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
     source = write_jsonl(tmp_path / "c.jsonl", values)
     out = run_sft(data, "--source", source, "--val-source", val, "--max-len", lengths[0])
-    assert lengths[1] == lengths[0] + 1 and "2 cut to 48 tokens, 1 with no answer left" in out, lengths
+    assert lengths[1] == lengths[0] + 1 and "2 truncated to 48 tokens, 1 with no answer left" in out, lengths
     expected = [tuple(x[: lengths[0]] for x in reference(v, tok)) for v in values[:3]]
     assert as_set(read_split(data, "train")) == as_set(expected)
     assert dataset.read_dataset(data)["sft"]["train"] == {"cut": 2, "dropped": 1, "bad": 0}
@@ -304,7 +304,7 @@ def test_bad_lines_end_the_script_or_are_counted(data, tmp_path):
     assert (data / "dataset.json").read_bytes() == before and not (data / "sft").exists()
     out = run_sft(data, "--source", path, "--val-source", val, "--skip-bad")
     tok = ts.Tokenizer(data / "tokenizer.json")
-    assert f"{len(BAD) + 1:,} bad ones left out" in out
+    assert f"{len(BAD) + 1:,} bad ones skipped" in out
     assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in [*good, chat("?", "b")])
 
 
@@ -327,7 +327,7 @@ def test_user_errors(data, tmp_path):
         (["--source", "addition:x"], "or addition:COUNT[:DIGITS]"),
         (["--source", f"{path}:0.01"], "no train conversation is left; give more, larger weights or --val-source"),
         (["--source", one], "no train conversation is left; give more, larger weights or --val-source"),
-        (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 cuts all answers"),
+        (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),
         (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "gives no conversation"),
