@@ -1,6 +1,7 @@
 """The one-command script: a plain reference, resuming after kill -9, hosted shards, user errors."""
 
 import errno
+import functools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import sources
 import tokenizer
 
 from conftest import write_shard
+from processes import python
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -40,8 +42,7 @@ def command(*args: object) -> list[str]:
     return [sys.executable, str(DATA / "pretrain.py"), *map(str, args)]
 
 
-def run(*args: object) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120)
+run = functools.partial(python, DATA / "pretrain.py")
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -160,8 +161,7 @@ def test_every_writer_heeds_the_lock(corpus, tmp_path):
     env = {**os.environ, "DECODERSTACK_WHEELS": str(tmp_path / "wheels")}
     with dataset.lock_folder(out):
         for name, *flags in commands:
-            argv = [sys.executable, str(DATA / name), *map(str, flags)]
-            result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+            result = python(DATA / name, *flags, env=env)
             expect_error(result, f"another process is writing to {out}; wait until it ends")
     assert snapshot(out) == before and not (tmp_path / "wheels").exists()
 
