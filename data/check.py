@@ -1,4 +1,4 @@
-"""Checks a dataset directory: reads every file that dataset.json lists, and prints a line for each problem.
+"""Checks a dataset directory: reads all that dataset.json lists, prints a line for each problem.
 
     python data/check.py data/shards/mine
 """
@@ -55,7 +55,8 @@ def find_problems(folder: Path) -> list[str]:
     for name, entry in files.items():
         shard = name.replace(".mask.bin", ".bin")
         if name.endswith(".bin") and not errors[name] and not errors.get(shard):
-            problems.append(error_of(check_shard, folder / name, entry, sha256, description["bos_id"], lengths))
+            arguments = (folder / name, entry, sha256, description["bos_id"], lengths)
+            problems.append(error_of(check_shard, *arguments))
     return list(filter(None, problems))
 
 
@@ -82,7 +83,8 @@ def main() -> None:
         raise SystemExit(1)
 
     dataset = read_dataset(args.data)
-    print(f"{args.data} is complete: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
+    fingerprint = dataset["fingerprint"][:12]
+    print(f"{args.data} is complete: {len(dataset['files'])} files, fingerprint {fingerprint}")
     bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
     for kind in ("pretrain", "sft"):
         if note := overlap_note(args.data, bos, kind):

@@ -3,9 +3,10 @@
     python data/core_tasks.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
     python data/core_tasks.py --download --data data/shards/climbmix                 fetches the public one
 
-It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
-runs/score_core.py scores them. If the text of a task is not the original, a note says so. The files hold plain arrays,
-no pickle. An item is the common prefix of its choices, stored once, followed by the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in
+dataset.json; runs/score_core.py scores them. If the text of a task is not the original, a note says
+so. The files hold plain arrays, no pickle. An item is the common prefix of its choices, stored
+once, followed by the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was truncated
@@ -16,8 +17,8 @@ no pickle. An item is the common prefix of its choices, stored once, followed by
     end     int32 (rows,)
     meta    uint8 (m,)       JSON: task, type, shots, random_baseline in percent, max_seq_len
 
-Items are in the shuffled order of the definition, and shots are picked from the whole task, so the first N items are a
-fair subset that a full run scores the same way.
+Items are in the shuffled order of the definition, and shots are picked from the whole task, so the
+first N items are a fair subset that a full run scores the same way.
 """
 
 import argparse
@@ -54,8 +55,8 @@ TYPES = {
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
 }
-# The original texts of the tasks lie in scripts/eval/local_data of mosaicml/llm-foundry on GitHub. Beside each file is
-# the id that git gives to its content (git hash-object FILE).
+# The original texts of the tasks lie in scripts/eval/local_data of mosaicml/llm-foundry on GitHub.
+# Beside each file is the id that git gives to its content (git hash-object FILE).
 ORIGINALS = {
     "commonsense_reasoning/commonsense_qa.jsonl": "f1cc16a88b05ab0934aab2ec2d02a6869e6e5520",
     "commonsense_reasoning/copa.jsonl": "b22f96e08ae9d0e97e1ae58f67b6425c77ef200a",
@@ -256,7 +257,8 @@ def build_task(
         rows, starts = spans(encoded, task["type"])
         if task["type"] == "language_modeling":
             counts["across_boundary"] += starts[0] < len(encoded[0])
-        removed = [max(0, len(row) - max_seq_len) for row in rows]  # tokens of the beginning of each row
+        # Tokens to remove from the beginning of each row.
+        removed = [max(0, len(row) - max_seq_len) for row in rows]
         counts["truncated"] += sum(n > 0 for n in removed)
         rows = [row[n:] for row, n in zip(rows, removed, strict=True)]
         starts = [max(1, start - n) for start, n in zip(starts, removed, strict=True)]
@@ -302,10 +304,11 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
                 "text_bytes": int(lengths[tokens].sum()),
                 **file_entry(target, sha256),
             }
-            # A token may lie across the boundary of context and continuation; scoring begins with it.
+            # A token may lie across the boundary of context and continuation; it is scored.
             tqdm.write(
-                f"{task['label']}: {len(arrays['gold']):,} items, {len(tokens):,} tokens, {counts['truncated']:,} rows "
-                f"truncated, {counts['across_boundary']:,} tokens across the context/continuation boundary"
+                f"{task['label']}: {len(arrays['gold']):,} items, {len(tokens):,} tokens, "
+                f"{counts['truncated']:,} rows truncated, "
+                f"{counts['across_boundary']:,} tokens across the context/continuation boundary"
             )
     changed = [task["label"] for task in tasks if not is_original(bundle, task)]
     if changed:

@@ -10,9 +10,10 @@ A shard is a header of 256 little-endian int32 words, then uint16 tokens:
     words 5-12   sha256 of tokenizer.json (zeros: not stated)
     words 13-20  sha256 of the token bytes (zeros: not stated)
 
-Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there. Every write goes to
-a temporary file that is renamed at the end, so a file is either complete or does not exist. All errors of users in
-data/ go through fail(), which raises SystemExit: one sentence on stderr, exit code 1.
+Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there.
+Every write goes to a temporary file that is renamed at the end, so a file is either complete or
+does not exist. All errors of users in data/ go through fail(), which raises SystemExit: one
+sentence on stderr, exit code 1.
 """
 
 import contextlib
@@ -118,8 +119,8 @@ def remove_leftovers(folder: str | Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Locks a dataset directory for the duration of a `with`, and makes it if it does not exist.
 
-    The file .lock is kept, as deleting it would let two processes in. Where it cannot be locked, as on some network
-    file systems, a warning says so.
+    The file .lock is kept, as deleting it would let two processes in. Where it cannot be locked, as
+    on some network file systems, a warning says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
@@ -128,8 +129,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         fail(f"another process is writing to {folder}; wait until it ends")
     except (OSError, NotImplementedError) as problem:
-        warning = f"warning: {folder} cannot be locked ({problem}); let no other command write to it meanwhile"
-        print(warning, file=sys.stderr)
+        hint = "let no other command write to it meanwhile"
+        print(f"warning: {folder} cannot be locked ({problem}); {hint}", file=sys.stderr)
     try:
         yield
     finally:
@@ -188,8 +189,8 @@ def write_shard(
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """Checks the header against the file's size and returns
-    {"tokens", "bos_id", "vocab_size", "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
+    """Checks the header against the file's size and returns {"tokens", "bos_id", "vocab_size",
+    "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
     """
     hint = "write or download it again"
     with open(path, "rb") as f:
@@ -243,10 +244,10 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
 
 
 def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> str:
-    """One hex sha256 for a folder: over the sorted lines "path sha256" of its files and of tokenizer.json.
+    """Hex sha256 of the sorted lines "path sha256" of the files of a folder and of tokenizer.json.
 
-    That of pretrain/ identifies the dataset. Evaluation and finetuning files may be added later and have fingerprints
-    of their own.
+    That of pretrain/ identifies the dataset. Evaluation and finetuning files may be added later and
+    have fingerprints of their own.
     """
     paths = [path for path in files if path == "tokenizer.json" or path.startswith(f"{folder}/")]
     lines = sorted(f"{path} {files[path]['sha256']}\n" for path in paths)
@@ -269,8 +270,9 @@ def shard_names(files: Iterable[str], prefix: str) -> list[str]:
 
 
 def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
-    """Writes folder/dataset.json from {"name", "sources", "tokenizer_sha256", "vocab_size", "bos_id",
-    "special_tokens", "files", ...}; the format, the split totals and the fingerprints are filled in here.
+    """Writes folder/dataset.json from {"name", "sources", "tokenizer_sha256", "vocab_size",
+    "bos_id", "special_tokens", "files", ...}; the format, the split totals and the fingerprints are
+    filled in here.
     """
     files = dict(sorted(dataset["files"].items()))
     value = {"format": DATASET_FORMAT, **dataset, "splits": sum_splits(files, "pretrain")}
@@ -310,16 +312,19 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
         # Datasets of earlier versions state none of sft/ and core/.
         notes = value if name == "pretrain" else value.get(name, {})
         if notes.get("fingerprint", actual) != actual:
-            fail(f"{path} does not agree with itself: the files of {name}/ have another fingerprint; build it again")
+            fail(
+                f"{path} does not agree with itself: the files of {name}/ have another fingerprint; "
+                "build it again"
+            )
     return value
 
 
 @contextlib.contextmanager
 def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields (a folder to fill, a dict to fill with its entries in dataset.json). After the `with` they replace those
-    of root/NAME, and `more` goes into dataset.json too.
+    """Yields (a folder to fill, a dict to fill with its entries in dataset.json). After the `with`
+    they replace those of root/NAME, and `more` goes into dataset.json too.
 
-    The old folder stays until the new one is complete. While they change places, dataset.json lists neither.
+    The old folder stays until the new one is complete; in between dataset.json lists neither.
     """
     dataset = read_dataset(root)
     remove_leftovers(root)
@@ -363,7 +368,8 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     header = read_header(path)
     made_with = header["tokenizer_sha256"]
     if made_with not in ("", tokenizer_sha256):
-        fail(f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256}); {hint}")
+        wrong = f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256})"
+        fail(f"{wrong}; {hint}")
     tokens = read_shard(path, verify=True)
     if tokens.max() >= len(lengths):
         fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {hint}")
@@ -374,8 +380,8 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     entries = header["vocab_size"]
     if header_bos not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
         fail(
-            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {header_bos}, {entries} "
-            f"entries); {hint}"
+            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary "
+            f"(BOS {header_bos}, {entries} entries); {hint}"
         )
     return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
 

@@ -1,13 +1,14 @@
-"""Downloads and uploads dataset and run directories (Hugging Face); every file is checked by its sha256.
+"""Downloads and uploads dataset and run directories (Hugging Face), and checks every sha256.
 
     python data/hub.py download OWNER/NAME --out data/shards/NAME
     python data/hub.py upload data/shards/NAME OWNER/NAME
     python data/hub.py download-run OWNER/NAME --out out/NAME --trust
     python data/hub.py upload-run out/NAME OWNER/NAME
 
-A dataset lists its files in dataset.json. For a run, which becomes a model repository, upload-run writes run.json: the
-script, config.json, the log, the report, the tokenizer and the newest complete checkpoint. Its config.json names
-folders of the machine that trained. The tools in runs/ execute the script of a run, so download-run asks for --trust.
+A dataset lists its files in dataset.json. For a run, which becomes a model repository, upload-run
+writes run.json: the script, config.json, the log, the report, the tokenizer and the newest complete
+checkpoint. Its config.json names folders of the machine that trained. The tools in runs/ execute
+the script of a run, so download-run asks for --trust.
 
 huggingface_hub does the transfers. HF_ENDPOINT chooses another server and HF_TOKEN logs in.
 """
@@ -87,8 +88,8 @@ def explain(problem: Exception) -> str:
 
 
 def reach(action: Callable[[], Any], what: str) -> Any:
-    """What an action returns, after a request that finds out within seconds whether there is a network: many
-    requests of huggingface_hub wait for minutes."""
+    """What an action returns, after a request that finds out within seconds whether there is a
+    network: many requests of huggingface_hub wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
 
@@ -132,8 +133,9 @@ def list_files(repo: str) -> tuple[str, dict[str, list]]:
 
 
 def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manifest: Path) -> None:
-    """Fetches what a manifest lists into OUT/.download, and moves each file to its name once its sha256 matches; the
-    manifest comes last. A second run skips files that match and continues what was interrupted."""
+    """Fetches what a manifest lists into OUT/.download, and moves each file to its name once its
+    sha256 matches; the manifest comes last. A second run skips files that match and continues what
+    was interrupted."""
     from huggingface_hub import snapshot_download
 
     checked = tqdm(files.items(), desc="checking", disable=None)
@@ -147,8 +149,9 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
         if not sha256_matches(folder / name, files[name]["sha256"]):
             (folder / name).unlink(missing_ok=True)
             fail(
-                f"{name} of {repo.name} is not what {manifest.name} lists (sha256 {files[name]['sha256']}); run the "
-                "same command again, and if that does not help, ask its owner to upload it again"
+                f"{name} of {repo.name} is not what {manifest.name} lists (sha256 "
+                f"{files[name]['sha256']}); run the same command again, and if that does not help, "
+                "ask its owner to upload it again"
             )
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, out / name)
@@ -295,7 +298,8 @@ def main() -> None:
         p.add_argument("--out", required=True, type=Path, help="folder of the download")
         p.add_argument("--revision", default="main", help="branch, tag or commit [%(default)s]")
         if what == "run":
-            p.add_argument("--trust", action="store_true", help="consent to the script of the run, which tools execute")
+            trust = "consent to the script of the run, which the tools in runs/ execute"
+            p.add_argument("--trust", action="store_true", help=trust)
         p = commands.add_parser(f"upload{suffix}", help=f"send a {what} directory")
         p.add_argument("folder", metavar="DIR", type=Path, help=f"{what} directory")
         p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face, made if it does not exist")

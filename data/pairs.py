@@ -4,12 +4,12 @@
     python data/pairs.py --source climbmix --max-files 2 --kind passages --out data/pairs/climbmix
 
 --kind title      the first line of a document is the query, the beginning of the rest its positive;
-                  documents whose first line is no title (too long, or ends like a sentence) are skipped
+                  documents whose first line is no title (too long, or like a sentence) are skipped
 --kind passages   two passages of one document that do not overlap
 
---source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into --out,
-a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in train.jsonl. The
-same command writes the same bytes.
+--source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into
+--out, a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in
+train.jsonl. The same command writes the same bytes.
 """
 
 import argparse
@@ -29,6 +29,8 @@ MIN_WORDS = 8  # of a positive, and of the query in --kind passages
 
 
 class Pair(NamedTuple):
+    """A query and a text that answers it."""
+
     query: str
     positive: str
 

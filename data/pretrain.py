@@ -7,9 +7,10 @@
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
     python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 
-Every document starts with BOS and is never split across shards. progress.json records each finished shard (see
-Progress): the same command continues after the last one, with the same bytes as an uninterrupted run. dataset.json
-comes last. A second process that writes to the same directory is refused.
+Every document starts with BOS and is never split across shards. progress.json records each finished
+shard (see Progress): the same command continues after the last one, with the same bytes as an
+uninterrupted run. dataset.json comes last. A second process that writes to the same directory is
+refused.
 """
 
 import argparse
@@ -85,10 +86,12 @@ class Encoder:
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
         """(tokens uint16 [n] from BOS on, bytes of text) of each document, in order."""
         batches = make_batches(documents)
-        for batch in in_threads(self.encode_batch, batches, self.workers, max_pending=3 * self.workers):
+        max_pending = 3 * self.workers
+        for batch in in_threads(self.encode_batch, batches, self.workers, max_pending):
             yield from batch
 
     def encode_batch(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
+        """encode, of the documents of a batch."""
         bos = np.array([self.bos_id], dtype=np.uint16)
         encode = lambda text: np.concatenate((bos, tokenizer.encode(self.encoding, text)))
         return [(encode(text), len(text.encode())) for text in texts]
@@ -114,7 +117,8 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 @dataclass
 class Progress:
-    """progress.json: what of a dataset directory is finished, and with which settings. The states of a build:
+    """progress.json: what of a dataset directory is finished, and with which settings. The states
+    of a build:
 
         no progress.json           nothing is done
         tokenizer_sha256 is None   begun; a tokenizer.json, if there is one, was made by this command
@@ -123,8 +127,8 @@ class Progress:
         complete holds a split     all of its documents are in shards
         dataset.json exists        the dataset is complete, and is never changed again
 
-    In each state a command with other settings is refused. One that differs only in its inputs, as a source file was
-    corrected, may continue until the dataset is complete: see keep_matching.
+    In each state a command with other settings is refused. One that differs only in its inputs, as
+    a source file was corrected, may continue until the dataset is complete: see keep_matching.
     """
 
     out: Path
@@ -134,6 +138,7 @@ class Progress:
     complete: list[str] = field(default_factory=list)
 
     def save(self) -> None:
+        """Writes progress.json."""
         value = {
             "settings": self.settings,
             "tokenizer_sha256": self.tokenizer_sha256,
@@ -143,6 +148,7 @@ class Progress:
         write_json(self.out / "progress.json", value)
 
     def all_shards(self) -> list[dict[str, Any]]:
+        """The finished shards of both splits."""
         return self.shards["train"] + self.shards["val"]
 
 
@@ -155,7 +161,7 @@ def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
         return Progress(out, settings)
     progress = Progress(out, **read_json(path))
     if not progress.tokenizer_sha256 and not (out / "tokenizer.json").exists():
-        # Stopped before anything was made, for example because the text was too small for the tokenizer.
+        # Stopped before anything was made, such as by a text too small for the tokenizer.
         return Progress(out, settings)
     check_settings(out, progress.settings, settings)
     return progress
@@ -168,8 +174,9 @@ def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         may_differ = key == "inputs" or (key == "name" and not new["name"])
         if old.get(key) != new[key] and not may_differ:
             fail(
-                f"{out} was built with other settings: --{key.replace('_', '-')} was {old.get(key)!r} before and is "
-                f"{new[key]!r} now; choose another --out or the same settings"
+                f"{out} was built with other settings: --{key.replace('_', '-')} was "
+                f"{old.get(key)!r} before and is {new[key]!r} now; choose another --out or the same "
+                "settings"
             )
     if old["inputs"] != new["inputs"] and (out / "dataset.json").exists():
         fail(
@@ -226,8 +233,8 @@ def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
 class ShardWriter:
     """Puts encoded documents into the shards of a split, after those that progress lists.
 
-    A shard closes before a document that would exceed shard_tokens; only a single larger document makes a larger
-    shard. progress.json is updated after each shard.
+    A shard closes before a document that would exceed shard_tokens; only a single larger document
+    makes a larger shard. progress.json is updated after each shard.
     """
 
     split: str
@@ -340,7 +347,8 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
         start = time.perf_counter()
         vocab_size = args.vocab_size or tokenizer.VOCAB_SIZE
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
-        spec = tokenizer.train(source.tokenizer_text(), vocab_size, args.tokenizer_chars, pattern=pattern)
+        text = source.tokenizer_text()
+        spec = tokenizer.train(text, vocab_size, args.tokenizer_chars, pattern=pattern)
         write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
 
@@ -357,7 +365,9 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     progress.save()
 
 
-def write_shards(args: argparse.Namespace, source: Source, progress: Progress, inputs_changed: bool) -> None:
+def write_shards(
+    args: argparse.Namespace, source: Source, progress: Progress, inputs_changed: bool
+) -> None:
     """All shards that progress does not list."""
     start = time.perf_counter()
     encoder = Encoder(args.out / "tokenizer.json", args.workers)
@@ -378,7 +388,8 @@ def finish(progress: Progress) -> None:
     out = progress.out
     path = out / "tokenizer.json"
     settings = progress.settings
-    sources = [f"{identity[1]} (val)" if identity[0] == "val" else identity[0] for identity in settings["inputs"]]
+    inputs = settings["inputs"]
+    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
     files = {"tokenizer.json": file_entry(path, progress.tokenizer_sha256)}
     for entry in progress.all_shards():
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}

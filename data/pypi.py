@@ -4,9 +4,9 @@
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
     python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from them. pip downloads
-them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS. Nothing is installed or run: the text is
-read from the archives.
+data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from
+them. pip downloads them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS.
+Nothing is installed or run: the text is read from the archives.
 
 From a wheel to documents:
 
@@ -25,9 +25,9 @@ From a wheel to documents:
 5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the
     same ones.
 
-The lock also states what that leaves and drops. Almost all of it is Python code with its docstrings.
+The lock also states what that leaves and drops. Almost all of it is Python code with docstrings.
 
-Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
+Nothing here depends on the number of workers, the order of a set, the locale or Unicode tables.
 """
 
 import argparse
@@ -134,6 +134,7 @@ def set_packages(lock: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def wheel_folder() -> Path:
+    """Where wheels are kept: $DECODERSTACK_WHEELS, or data/shards/wheels."""
     return Path(os.environ.get("DECODERSTACK_WHEELS") or WHEELS)
 
 
@@ -261,9 +262,10 @@ ENTRY = frozenset(b"\"'0123456789([{")  # first bytes of the entries of a table
 
 
 def is_data(chunk: bytes) -> bool:
-    """Whether a chunk holds a table, numbers or an encoded file rather than what a person wrote line by line:
-    a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
-    of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
+    """Whether a chunk holds a table, numbers or an encoded file rather than what a person wrote
+    line by line: a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks
+    not counted), more than half of the lines beginning with a quote, a digit or a bracket, or more
+    than half of the longer lines repeated."""
     visible = len(chunk) - count_bytes(chunk, BLANKS)
     if 100 * count_bytes(chunk, DIGITS) > 15 * visible:
         return True
@@ -280,6 +282,7 @@ def is_data(chunk: bytes) -> bool:
 
 
 def count_bytes(chunk: bytes, kinds: bytes) -> int:
+    """How many bytes of a chunk are among `kinds`."""
     return len(chunk) - len(chunk.translate(None, kinds))
 
 
@@ -289,8 +292,8 @@ def count_bytes(chunk: bytes, kinds: bytes) -> int:
 def cut_chunks(text: str, limit: int) -> list[str]:
     """Cuts Python source into chunks of at most `limit` characters (one longer line excepted).
 
-    Each cut is before a line, by preference a top-level def, class or decorator, then any other top-level
-    statement, then the line after a blank one. Joined, the chunks give the text again.
+    Each cut is before a line, by preference a top-level def, class or decorator, then any other
+    top-level statement, then the line after a blank one. Joined, the chunks give the text again.
     """
     lines = text.split("\n")
     lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
@@ -431,8 +434,8 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     expected = lock["sets"][name].get("documents", actual)
     if actual != expected:
         fail(
-            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found {actual}, expected "
-            f"{expected}; report it with your versions of Python and numpy"
+            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found "
+            f"{actual}, expected {expected}; report it with your versions of Python and numpy"
         )
     return corpus
 

@@ -13,18 +13,20 @@ one, picked by the seed; 1.5: all once and half of them again):
     spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
     addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
-Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
-nothing between them. A content is a text or a list of {"type": "text", "text"}; an assistant's parts may also be
-"python", which stands between <|python_start|> and <|python_end|>, and "python_output", between <|output_start|> and
-<|output_end|>. The loss mask is 1 for what the assistant writes: its text, its python with both special tokens, and
-<|assistant_end|>; not <|assistant_start|>, not the output. System and developer messages are put before the next user
-message with a blank line. Special tokens spelled in a text stay text.
+Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
+<|assistant_end|> in turn, with nothing between them. A content is a text or a list of {"type":
+"text", "text"}; an assistant's parts may also be "python", which stands between <|python_start|>
+and <|python_end|>, and "python_output", between <|output_start|> and <|output_end|>. The loss mask
+is 1 for what the assistant writes: its text, its python with both special tokens, and
+<|assistant_end|>; not <|assistant_start|>, not the output. System and developer messages are put
+before the next user message with a blank line. Special tokens spelled in a text stay text.
 
-Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask, NAME.mask.bin: the
-same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for each token (1: a target of the loss). A
-reader of the shards must skip *.mask.bin. dataset.json then lists the files and the splits "sft_train" and "sft_val",
-and states a fingerprint of shards, masks and tokenizer under "sft". Without --val-source, --val-fraction of the
-conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers.
+Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask,
+NAME.mask.bin: the same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for
+each token (1: a target of the loss). A reader of the shards must skip *.mask.bin. dataset.json then
+lists the files and the splits "sft_train" and "sft_val", and states a fingerprint of shards, masks
+and tokenizer under "sft". Without --val-source, --val-fraction of the conversations are held out
+before weights apply; the generated tasks hold out words and pairs of numbers.
 """
 
 import argparse
@@ -217,9 +219,11 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> Source:
     if kind == "spelling":
         path = Path(match["file"])
         words = tuple(read_words(path, flag))
-        return Source(kind, f"spelling:{path.name}:{count}", train_count=count, val_count=val_count, words=words)
+        name = f"spelling:{path.name}:{count}"
+        return Source(kind, name, train_count=count, val_count=val_count, words=words)
     digits = int(match["digits"] or 2)
-    return Source(kind, f"addition:{count}:{digits}", train_count=count, val_count=val_count, digits=digits)
+    name = f"addition:{count}:{digits}"
+    return Source(kind, name, train_count=count, val_count=val_count, digits=digits)
 
 
 def read_source(source: Source, split: str, seed: int) -> Iterator[Record]:
@@ -427,18 +431,18 @@ def read_splits(
     tallies = {"train": Counter(), "val": Counter()}
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
-        found = encode_source(source, "train", encoding, args, tallies["train"])
+        conversations = encode_source(source, "train", encoding, args, tallies["train"])
         if not val_sources and source.kind in GENERATED:
             val += encode_source(source, "val", encoding, args, tallies["val"])
         elif not val_sources:
-            count = max(1, round(args.val_fraction * len(found)))
-            held_out = set(rng.choice(len(found), count, replace=False).tolist())
-            val += [found[i] for i in range(len(found)) if i in held_out]
-            found = [found[i] for i in range(len(found)) if i not in held_out]
-        train += weigh(found, source.weight, rng)
+            count = max(1, round(args.val_fraction * len(conversations)))
+            held_out = set(rng.choice(len(conversations), count, replace=False).tolist())
+            val += [each for n, each in enumerate(conversations) if n in held_out]
+            conversations = [each for n, each in enumerate(conversations) if n not in held_out]
+        train += weigh(conversations, source.weight, rng)
     for i, source in enumerate(val_sources):
-        found = encode_source(source, "val", encoding, args, tallies["val"])
-        val += weigh(found, source.weight, np.random.default_rng([args.seed, 1, i]))
+        conversations = encode_source(source, "val", encoding, args, tallies["val"])
+        val += weigh(conversations, source.weight, np.random.default_rng([args.seed, 1, i]))
     splits = {"train": train, "val": val}
     for i, (split, conversations) in enumerate(splits.items()):
         if not conversations:
@@ -447,7 +451,9 @@ def read_splits(
     return splits, tallies
 
 
-def weigh(conversations: list[Conversation], weight: float, rng: np.random.Generator) -> list[Conversation]:
+def weigh(
+    conversations: list[Conversation], weight: float, rng: np.random.Generator
+) -> list[Conversation]:
     """Each conversation int(weight) times, plus a random part of them for the fraction of the weight."""
     count = len(conversations)
     extra = rng.choice(count, round((weight - int(weight)) * count), replace=False)
@@ -458,7 +464,11 @@ def weigh(conversations: list[Conversation], weight: float, rng: np.random.Gener
 
 
 def write_split(
-    folder: Path, split: str, conversations: list[Conversation], shard_tokens: int, tokenizer_path: Path
+    folder: Path,
+    split: str,
+    conversations: list[Conversation],
+    shard_tokens: int,
+    tokenizer_path: Path,
 ) -> dict[str, dict]:
     """Writes the shards and masks of a split; no conversation is split between shards. Returns their entries."""
     shards: list[list[Conversation]] = [[]]
@@ -475,7 +485,9 @@ def write_split(
     return files
 
 
-def write_shard_and_mask(path: Path, conversations: list[Conversation], tokenizer_path: Path) -> dict[str, dict]:
+def write_shard_and_mask(
+    path: Path, conversations: list[Conversation], tokenizer_path: Path
+) -> dict[str, dict]:
     """A shard of conversations and its loss mask; returns the entries of both."""
     encoding = tokenizer.load(tokenizer_path)
     sha256 = sha256_file(tokenizer_path)
@@ -525,8 +537,9 @@ def build(args: argparse.Namespace) -> None:
         supervised = total["counted_tokens"] / total["tokens"]
         print(
             f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-            f"{supervised:.1%} of them supervised; {tally['cut']:,} truncated to {args.max_len:,} tokens, "
-            f"{tally['dropped']:,} with no answer left and {tally['bad']:,} bad ones skipped"
+            f"{supervised:.1%} of them supervised; {tally['cut']:,} truncated to "
+            f"{args.max_len:,} tokens, {tally['dropped']:,} with no answer left and "
+            f"{tally['bad']:,} bad ones skipped"
         )
     if note := overlap_note(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {note}")
@@ -541,7 +554,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
     add("--source", required=True, action="append", metavar="SPEC", help="conversations, see above; repeatable")

@@ -70,11 +70,12 @@ class File:
 
 @dataclass
 class Source:
-    """The text of the flags --source and --val-source, as documents: str, never empty, no lone surrogates.
+    """The documents of --source and --val-source: str, never empty, no lone surrogates.
 
-    train(), val() and tokenizer_text() each start a fresh pass. On its way from a file to them a document passes
-    field_documents or text_documents, which find it; documents_in, which skips it if it is empty; read_files or
-    interleave_files, which go from file to file; and limited and one_part, which end a pass and hold out a part.
+    train(), val() and tokenizer_text() each start a fresh pass. On its way from a file to them a
+    document passes field_documents or text_documents, which find it; documents_in, which skips it
+    if it is empty; read_files or interleave_files, which go from file to file; and limited and
+    one_part, which end a pass and hold out a part.
 
     The arguments are the flags of these names. User errors end the script before any text is read.
     """
@@ -90,7 +91,7 @@ class Source:
     workers: int = 1
     interleave: bool = False
 
-    # What identifies the text: [name, size in bytes, digest] of files, after "val" those of val_source.
+    # What identifies the text: identities of files, after "val" those of val_source.
     inputs: list[list[Any]] = field(init=False)
     files: list[File] = field(init=False, default_factory=list)
     val_files: list[File] = field(init=False, default_factory=list)
@@ -165,7 +166,8 @@ class Source:
     def tokenizer_text(self) -> Iterator[str]:
         """The documents for a new tokenizer: those to train on, but for pypi:, whose sets share one tokenizer."""
         if self.corpus:
-            return limited(map(bytes.decode, self.corpus.tokenizer_text), self.max_documents, self.max_bytes)
+            documents = map(bytes.decode, self.corpus.tokenizer_text)
+            return limited(documents, self.max_documents, self.max_bytes)
         return self.train()
 
     def splits_source(self) -> bool:
@@ -214,7 +216,7 @@ def limited(
 
 
 def one_part(documents: Iterable[str], fraction: float, want_val: bool) -> Iterator[str]:
-    """The training or the validation part of documents, by their number alone: the same in every pass.
+    """The training or the validation part, by document number alone: the same in every pass.
 
     Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
     In the first block it is the first document, so that even two documents give both splits.
@@ -391,8 +393,9 @@ def field_documents(path: Path, text_field: str) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts may hold
-    U+2028 and the like, which str.splitlines would break. A file that ends early is an error."""
+    """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts
+    may hold U+2028 and the like, which str.splitlines would break. A file that ends early is an
+    error."""
     number = 0
     try:
         with open_lines(path) as f:
@@ -406,6 +409,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_lines(path: Path) -> BinaryIO:
+    """A plain, .gz or .zst file, unpacked; an empty archive ends the script."""
     if path.name.endswith((".gz", ".zst")) and not path.stat().st_size:
         fail(f"{path} is empty; fetch it again")
     if path.name.endswith(".gz"):
@@ -418,6 +422,7 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """{column: value} of each row; a missing column ends the script."""
     import pyarrow
     import pyarrow.parquet
 
@@ -435,8 +440,9 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any
 
 
 def text_documents(path: Path) -> Iterator[str]:
-    """Documents of a text file: it is split at lines that hold only <|endoftext|>, and cut at a blank line (else
-    at a line) into chunks of at most TEXT_CHUNK characters, a longer single line excepted."""
+    """Documents of a text file: it is split at lines that hold only <|endoftext|>, and cut at a
+    blank line (else at a line) into chunks of at most TEXT_CHUNK characters, a longer single line
+    excepted."""
     chunk: list[str] = []
     length = 0
     warned = False
@@ -476,8 +482,8 @@ def stdlib_identity() -> list[str]:
 
 
 def stdlib_files() -> list[str]:
-    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed packages, tests,
-    demos, character maps, or other files that are mostly generated tables."""
+    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed
+    packages, tests, demos, character maps, or other files that are mostly generated tables."""
     skip = set("site-packages dist-packages test tests __pycache__ idlelib turtledemo _bundled".split())
     generated = {"pydoc_data/topics.py", "html/entities.py"}
     root = stdlib_root()

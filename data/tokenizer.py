@@ -6,8 +6,8 @@
     python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json
 
-tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of each
-token's bytes; the index is the id and the merge rank], "special_tokens": {name: id}}.
+tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of
+each token's bytes; the index is the id and the merge rank], "special_tokens": {name: id}}.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from sources import Source, add_source_flags, check_flags, clean
 FORMAT = "decoderstack-tokenizer-1"
 ROLES = ("user", "assistant", "python", "output")
 SPECIAL_TOKENS = ["<|bos|>", *(f"<|{role}_{end}|>" for role in ROLES for end in ("start", "end"))]
-# GPT-4's split pattern with one change: digits in groups of one or two instead of up to three, which spends
-# fewer of a small vocabulary's entries on numbers (published for a 12-layer model: 0.965 bits per byte with
-# two, 0.969 with one, 0.972 with three).
+# GPT-4's split pattern with one change: digits in groups of one or two instead of up to three,
+# which spends fewer of a small vocabulary's entries on numbers (published for a 12-layer model:
+# 0.965 bits per byte with two, 0.969 with one, 0.972 with three).
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|"
     r"\s*[\r\n]|\s+(?!\S)|\s+"
@@ -52,8 +52,8 @@ DOC_CAP = 10_000  # maximum characters of a document to train on, so that no boo
 MAX_CHARS = 2_000_000_000
 HINT = "train it again with data/tokenizer.py"
 PIECE = 100_000  # characters of a text that is too much for the split regex at once
-# A text for trying a pattern: many characters, some prose, and runs of each printable character, which a pattern
-# that backtracks would split in too many ways.
+# A text for trying a pattern: many characters, some prose, and runs of each printable character,
+# which a pattern that backtracks would split in too many ways.
 TEST_TEXT = "".join(map(chr, range(0x250))) + (
     "The quick brown fox's 12,345.67 jumps\r\n\r\n  over\t\tthe lazy dog!? \u2028 \u00e9 e\u0301 "
     "\u4f60\u597d \u0417\u0434\u0440 \u0645\u0631 \U0001f600\u200d \ufffd <|bos|> "
@@ -136,10 +136,10 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a pattern, if tiktoken does not compile it or a character of a text is lost; else None.
+    """What is wrong with a pattern: tiktoken does not compile it, or text is lost; else None.
 
-    It is tried with a vocabulary of single bytes. The empty entry is for patterns that match nothing at some place:
-    tiktoken would crash there if it did not find the empty piece.
+    It is tried with a vocabulary of single bytes. The empty entry is for patterns that match
+    nothing at some place: tiktoken would crash there if it did not find the empty piece.
     """
     ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
     try:
@@ -175,9 +175,10 @@ def token_bytes(path: str | Path) -> np.ndarray:
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """uint16 [n]: the tokens of encode_ordinary, so special tokens spelled in the text stay text.
 
-    encode_to_numpy with nothing allowed and nothing disallowed gives just these, but spares the list of
-    Python integers (20 % faster). The split regex overflows its stack on a run of about a million blanks; a
-    text with such a run is encoded in pieces, which changes only tokens at their seams.
+    encode_to_numpy with nothing allowed and nothing disallowed gives just these, but spares the
+    list of Python integers (20 % faster). The split regex overflows its stack on a run of about a
+    million blanks; a text with such a run is encoded in pieces, which changes only tokens at their
+    seams.
     """
     try:
         tokens = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
@@ -241,8 +242,8 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
 
 
 def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
-    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and the fraction
-    of the tokens that are not valid UTF-8 alone (parts of a character)."""
+    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and
+    the fraction of the tokens that are not valid UTF-8 alone (parts of a character)."""
     encoding = load(path)
     ranks = read_spec(path)[1]
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)
@@ -271,6 +272,7 @@ def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
 
 
 def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
+    """--pattern, which pretrain.py has too."""
     what = "split pattern of a new tokenizer (default: gpt4)"
     parser.add_argument("--pattern", choices=PATTERNS, help=what)
 
