@@ -175,7 +175,7 @@ Record = tuple[str, Any, str]
 
 
 @dataclass(frozen=True)
-class Source:
+class ChatSource:
     """A --source or --val-source. What it has depends on its kind: chat and gsm8k are files, the others generated."""
 
     kind: str  # "chat", "gsm8k", "spelling" or "addition"
@@ -188,7 +188,7 @@ class Source:
     digits: int = 0  # of addition
 
 
-def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+def parse_source(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     """Resolves a --source or --val-source; user errors end the script before anything is read."""
     kind, _, rest = spec.partition(":")
     if kind in GENERATED:
@@ -204,10 +204,10 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     files = tuple(find_files(path, SUFFIXES))
     names = path if is_hub(path) else ",".join(file.identity[0] for file in files)
     prefix = "gsm8k:" if kind == "gsm8k" else ""
-    return Source(kind, f"{prefix}{names}:{weight:g}", weight, files)
+    return ChatSource(kind, f"{prefix}{names}:{weight:g}", weight, files)
 
 
-def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> Source:
+def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     """spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]."""
     kind, _, rest = spec.partition(":")
     match = re.fullmatch(GENERATED[kind], rest)
@@ -220,13 +220,13 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> Source:
         path = Path(match["file"])
         words = tuple(read_words(path, flag))
         name = f"spelling:{path.name}:{count}"
-        return Source(kind, name, train_count=count, val_count=val_count, words=words)
+        return ChatSource(kind, name, train_count=count, val_count=val_count, words=words)
     digits = int(match["digits"] or 2)
     name = f"addition:{count}:{digits}"
-    return Source(kind, name, train_count=count, val_count=val_count, digits=digits)
+    return ChatSource(kind, name, train_count=count, val_count=val_count, digits=digits)
 
 
-def read_source(source: Source, split: str, seed: int) -> Iterator[Record]:
+def read_source(source: ChatSource, split: str, seed: int) -> Iterator[Record]:
     """The records of a source; of the generated kinds those of a split."""
     if source.kind == "chat":
         for file in source.files:
@@ -396,7 +396,7 @@ def encode_records(encoding: Any, kind: str, batch: list[Record]) -> list[tuple]
 
 
 def encode_source(
-    source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
+    source: ChatSource, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
 ) -> list[Conversation]:
     """Every conversation of a source, in its order, truncated to --max-len; tally counts what is lost."""
     stream = read_source(source, split, args.seed)
@@ -423,7 +423,7 @@ def encode_source(
 
 
 def read_splits(
-    sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace
+    sources: list[ChatSource], val_sources: list[ChatSource], encoding: Any, args: argparse.Namespace
 ) -> tuple[dict[str, list[Conversation]], dict[str, Counter]]:
     """The conversations of both splits in the order to write them in, and the tallies of encode_source."""
     train: list[Conversation] = []
