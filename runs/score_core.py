@@ -4,7 +4,7 @@
     python runs/score_core.py out/RUN --items 200                  the first 200 items of each task
     torchrun --standalone --nproc_per_node=8 runs/score_core.py out/RUN
 
-data/core.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - guessing) /
+data/core_tasks.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - guessing) /
 (1 - guessing). The table goes to core.csv in the run directory, the score to its result.json and, as one JSON object,
 to the last line on stdout. For an earlier checkpoint (--step) or an unfinished run there is only the table,
 core_step_N.csv. This executes the training script in the run directory.
@@ -75,7 +75,7 @@ class CoreTask:
 
     @staticmethod
     def read(path: Path, sha256: str, limit: int, max_seq_len: int) -> "CoreTask":
-        """Reads a file of data/core.py.
+        """Reads a file of data/core_tasks.py.
 
         Args:   limit: the first items only, 0: all; max_seq_len: longer rows lose their beginning
         Raises: RunError if the file is missing or not the one listed in dataset.json
@@ -83,7 +83,7 @@ class CoreTask:
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != sha256:
             state = "corrupt: its sha256 is not the one in dataset.json" if content else "missing"
-            raise RunError(f"{path} is {state}; make the CORE files again with python data/core.py")
+            raise RunError(f"{path} is {state}; make the CORE files again with python data/core_tasks.py")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             arrays = dict(file)
         meta = json.loads(arrays["meta"].tobytes())
@@ -489,7 +489,7 @@ def score_run(args: argparse.Namespace) -> dict:
     model = run.model
     dataset = open_dataset(run.script, args.data or run.config.data, args.run_dir)
     if not core_files(dataset):
-        add = f"python data/core.py --download --data {dataset.root}"
+        add = f"python data/core_tasks.py --download --data {dataset.root}"
         raise RunError(f"{dataset.root} has no CORE tasks; add them with {add}, or name another dataset with --data")
     bos_id = dataset.tokenizer.bos_id
     limit = model.config.max_seq_len
