@@ -41,9 +41,9 @@ def trained_tokens(scheduled: int, extension: int, batches: list[int]) -> int:
 
 def choose_steps(tokens: int, batches: list[int]) -> tuple[int, int]:
     """(scheduled, extension) steps that train nearest to `tokens`, in the original's proportion of 1,270 to 15."""
-    about = round(tokens * 3 / sum(batches[:3]))
+    most = tokens * 3 // sum(batches[:3]) + 2  # without an extension, whose batches are larger than the mean
     choices = []
-    for steps in range(max(about - 10, 4), about + 11):
+    for steps in range(max(most * 9 // 10 - 10, 4), most + 1):
         extension = max(round(steps * 15 / 1285), 1)
         choices.append((steps - extension, extension))
     return min(choices, key=lambda choice: abs(trained_tokens(*choice, batches) - tokens))
