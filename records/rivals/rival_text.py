@@ -53,7 +53,8 @@ class Text:
         found = self.token_bytes[np.concatenate([document[1:] for document in self.scored])]
         self.targets = int((found > 0).sum())
         self.bytes = int(found.sum())
-        expected = EXPECTED.get(self.info["name"]) if cut == 2048 and not limit else None
+        self.name = self.info.get("name", self.folder.name)
+        expected = EXPECTED.get(self.name) if cut == 2048 and not limit else None
         if expected not in (None, (self.targets, self.bytes)):
             raise UserError(f"{folder} scores {self.targets} targets and {self.bytes} bytes, not {expected}")
 

@@ -216,7 +216,7 @@ def describe(settings: dict, gpu: str | None) -> dict:
     """The first line of a log: what ran on what."""
     text = Text(settings["data"], settings["sequence"], settings["limit"])
     scored = {"targets": text.targets, "bytes": text.bytes, "sha256": text.scored_sha256()}
-    dataset = {"name": text.info["name"], "fingerprint": text.info["fingerprint"], "scored": scored}
+    dataset = {"name": text.name, "fingerprint": text.info["fingerprint"], "scored": scored}
     device = gpu_name(gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
     packages = {name: importlib.metadata.version(name) for name in ("torch", "triton") if is_installed(name)}
     machine = {"device": device, "python": platform.python_version(), **packages}
@@ -281,7 +281,7 @@ def read_log(path: Path) -> dict:
 
     bpb = result["nats"] / math.log(2) / run["dataset"]["scored"]["bytes"]
     if abs(bpb - result["bpb"]) > 1e-6:
-        raise UserError(f"{path} states {result['bpb']} bpb, but its nats give {bpb}")
+        raise UserError(f"{path} states {result['bpb']:.6f} bpb, but its nats give {bpb:.6f}")
     clock = {"modded": modded_clock, "nanochat": nanochat_clock, "gpt": gpt_clock}[run["settings"]["rival"]]
     steps, seconds = clock(lines)
     if steps != result["steps"] or abs(seconds - result["seconds"]) > 0.002 * seconds + 0.02:
