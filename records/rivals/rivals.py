@@ -184,7 +184,7 @@ def run_cpu(args: argparse.Namespace) -> None:
         way = "python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib"
         raise UserError(f"no dataset at {args.data}; make it with `{way}`")
     shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048, "gpu": ""}
-    shared |= {"attention": "torch", "flags": "--aspect-ratio 48 --head-dim 64 " + args.flags}
+    shared |= {"attention": "torch", "flags": f"--aspect-ratio 48 --head-dim 64 {args.flags}".strip()}
     if "nanochat" in args.rivals:
         own = {"depth": 4, "lr": args.nanochat_lr, "fp8": False, "loader": "stream"}
         run_nanochat(argparse.Namespace(**shared | own))
