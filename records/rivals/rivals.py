@@ -261,7 +261,8 @@ def train(args: argparse.Namespace, settings: dict, script: list, folder: Path, 
             raise UserError(f"the run ended with status {ended.returncode}; its log is {path}")
 
         compressed = path.with_suffix(".log.gz")
-        compressed.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        content = path.read_text().replace(str(Path.cwd()), ".").replace(sys.prefix, "python")  # no paths of a machine
+        compressed.write_bytes(gzip.compress(content.encode(), mtime=0))
         result = read_log(compressed)
         path.unlink()
         print(json.dumps({"log": compressed.name, **result["result"]}), flush=True)

@@ -61,14 +61,14 @@ def load_fa4():
     def _(grad, q, k, v, *rest):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    def keep(context, inputs, output):
+    def keep(ctx, inputs, output):
         *tensors, longest, scale, window = inputs
-        context.save_for_backward(*tensors, *output)
-        context.numbers = (longest, scale, window)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.numbers = (longest, scale, window)
 
-    def grads(context, grad, _):
-        q, k, v, bounds, out, lse = context.saved_tensors
-        found = backward(grad.contiguous(), q, k, v, out, lse, bounds, *context.numbers)
+    def grads(ctx, grad, _):
+        q, k, v, bounds, out, lse = ctx.saved_tensors
+        found = backward(grad.contiguous(), q, k, v, out, lse, bounds, *ctx.numbers)
         return *found, None, None, None, None
 
     forward.register_autograd(grads, setup_context=keep)
