@@ -1,4 +1,4 @@
-"""Checks a dataset directory: reads every file that dataset.json lists, and prints a line for each problem.
+"""Checks a dataset directory: reads all that dataset.json lists, prints a line for each problem.
 
     python data/check.py data/shards/mine
 """
@@ -7,13 +7,22 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import format
 import numpy as np
 import tokenizer
+from dataset import (
+    FOLDERS,
+    check_file,
+    count_shard,
+    fail,
+    overlap_note,
+    read_dataset,
+    read_shard,
+    run,
+)
 
 
-def problem_of(action: Callable, *args) -> str:
-    """The sentence with which an action ends the script, or ""."""
+def error_of(action: Callable, *args) -> str:
+    """The error message with which an action ends the script, or ""."""
     try:
         action(*args)
     except SystemExit as end:
@@ -22,45 +31,46 @@ def problem_of(action: Callable, *args) -> str:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """Reads every listed file of a dataset directory and returns what is wrong."""
-    dataset = format.read_dataset(folder)
+    """Reads every listed file of a dataset directory; returns a line for each problem."""
+    dataset = read_dataset(folder)
     files = dataset["files"]
-    listed = {folder / name for name in files}
-    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in format.FOLDERS]
-    unlisted = [path for path in shards if path not in listed]
+    on_disk = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
+    unlisted = [path for path in on_disk if path.relative_to(folder).as_posix() not in files]
     problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
 
     path = folder / "tokenizer.json"
-    of_file = {name: problem_of(format.check_file, folder / name, files[name]) for name in files}
-    of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
-    problems += filter(None, of_file.values())
-    if of_file["tokenizer.json"]:
+    errors = {name: error_of(check_file, folder / name, files[name]) for name in files}
+    errors["tokenizer.json"] = errors["tokenizer.json"] or error_of(tokenizer.load, path)
+    problems += filter(None, errors.values())
+    if errors["tokenizer.json"]:
         return problems
 
-    found = tokenizer.describe(path)
-    # Datasets made by hand state none.
-    wrong = [key for key in found if dataset.get(key, found[key]) != found[key]]
-    problems += [f"dataset.json has another {key} than {path}; build it again" for key in wrong]
+    description = tokenizer.describe(path)
+    for key, value in description.items():
+        # Datasets made by hand state none.
+        if dataset.get(key, value) != value:
+            problems.append(f"dataset.json has another {key} than {path}; build it again")
     lengths = tokenizer.token_bytes(path)
-    for name in files:
-        masked = name.replace(".mask.bin", ".bin")
-        if name.endswith(".bin") and not of_file[name] and not of_file.get(masked):
-            stated = (files[name], dataset["tokenizer_sha256"], found["bos_id"], lengths)
-            problems.append(problem_of(check_shard, folder / name, *stated))
+    sha256 = dataset["tokenizer_sha256"]
+    for name, entry in files.items():
+        shard = name.replace(".mask.bin", ".bin")
+        if name.endswith(".bin") and not errors[name] and not errors.get(shard):
+            arguments = (folder / name, entry, sha256, description["bos_id"], lengths)
+            problems.append(error_of(check_shard, *arguments))
     return list(filter(None, problems))
 
 
 def check_shard(path: Path, entry: dict, sha256: str, bos: int, lengths: np.ndarray) -> None:
     """Ends the script unless a shard is valid and matches what dataset.json says about it."""
     if path.name.endswith(".mask.bin"):
-        mask = format.read_shard(path)
+        mask = read_shard(path)
         masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
-        if not masked.exists() or len(mask) != len(format.read_shard(masked)) or mask.max() > 1:
-            format.fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
+        if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
+            fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
         return
-    for key, value in format.count_shard(path, sha256, bos, lengths).items():
+    for key, value in count_shard(path, sha256, bos, lengths).items():
         if entry.get(key, value) != value:
-            format.fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
+            fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
 
 
 def main() -> None:
@@ -72,13 +82,14 @@ def main() -> None:
         print("\n".join(problems))
         raise SystemExit(1)
 
-    dataset = format.read_dataset(args.data)
-    print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
+    dataset = read_dataset(args.data)
+    fingerprint = dataset["fingerprint"][:12]
+    print(f"{args.data} is complete: {len(dataset['files'])} files, fingerprint {fingerprint}")
     bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
     for kind in ("pretrain", "sft"):
-        if line := format.tell_shared(args.data, bos, kind):
-            print(line)
+        if note := overlap_note(args.data, bos, kind):
+            print(f"note: {note}")
 
 
 if __name__ == "__main__":
-    format.run(main)
+    run(main)

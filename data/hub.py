@@ -1,13 +1,14 @@
-"""Downloads and uploads dataset and run directories (Hugging Face); every file is checked by its sha256.
+"""Downloads and uploads dataset and run directories (Hugging Face), and checks every sha256.
 
     python data/hub.py download OWNER/NAME --out data/shards/NAME
     python data/hub.py upload data/shards/NAME OWNER/NAME
-    python data/hub.py download-run OWNER/NAME --out out/NAME
+    python data/hub.py download-run OWNER/NAME --out out/NAME --trust
     python data/hub.py upload-run out/NAME OWNER/NAME
 
-A dataset lists its files in dataset.json. For a run, which becomes a model repository, upload-run writes run.json: the
-script, config.json, the log, the report, the tokenizer and the newest whole checkpoint. Its config.json names folders
-of the machine that trained.
+A dataset lists its files in dataset.json. For a run, which becomes a model repository, upload-run
+writes run.json: the script, config.json, the log, the report, the tokenizer and the newest complete
+checkpoint. Its config.json names folders of the machine that trained. The tools in runs/ execute
+the script of a run, so download-run asks for --trust.
 
 huggingface_hub does the transfers. HF_ENDPOINT chooses another server and HF_TOKEN logs in.
 """
@@ -21,24 +22,24 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from format import (
+from dataset import (
     FULL_DISK,
     check_dataset,
     check_file,
-    entry_of,
     fail,
-    is_right,
+    file_entry,
     json_bytes,
     lock_folder,
     read_dataset,
     read_json,
     run,
     sha256_file,
+    sha256_matches,
     write_atomic,
 )
 from tqdm import tqdm
 
-SECONDS = 10  # without an answer, the network counts as missing
+SECONDS = 10  # without an answer, there counts as no network
 RUN_FORMAT = "decoderstack-run-1"
 CHECKPOINT = ("state.json", "model.safetensors", "optimizer.safetensors")
 NEEDED = ("config.json", "log.jsonl", "tokenizer.json")
@@ -52,13 +53,15 @@ OF_THE_HUB = (".gitattributes", "README.md", "run.json")
 
 
 class Repo(NamedTuple):
-    name: str
+    """A repository on Hugging Face."""
+
+    name: str  # OWNER/NAME
     type: str  # "dataset" or "model"
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Ends the script with one sentence if a call of huggingface_hub in the `with` fails."""
+    """Ends the script with an error message if a call of huggingface_hub in the `with` fails."""
     try:
         yield
     except Exception as problem:  # of huggingface_hub, of its HTTP client or of the disk
@@ -66,6 +69,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def explain(problem: Exception) -> str:
+    """What went wrong and what to do, for an error of huggingface_hub."""
     from huggingface_hub import constants, errors
 
     if constants.is_offline_mode():
@@ -84,8 +88,8 @@ def explain(problem: Exception) -> str:
 
 
 def reach(action: Callable[[], Any], what: str) -> Any:
-    """What an action returns, after a request that finds out within seconds whether there is a network: many
-    requests of huggingface_hub wait for minutes."""
+    """What an action returns, after a request that finds out within seconds whether there is a
+    network: many requests of huggingface_hub wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
 
@@ -121,36 +125,40 @@ def list_files(repo: str) -> tuple[str, dict[str, list]]:
         entries = list(HfApi().list_repo_tree(repo, **options))
     # Folders have no size.
     files = [entry for entry in entries if hasattr(entry, "size")]
-    digest = lambda file: file.lfs.sha256 if file.lfs else file.blob_id
-    return commit, {file.path: [file.size, digest(file)] for file in files}
+    digests = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
+    return commit, {file.path: [file.size, digests[file.path]] for file in files}
 
 
 # ==== files that a manifest lists
 
 
 def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manifest: Path) -> None:
-    """Fetches what a manifest lists into OUT/.download, and moves each file to its name once its sha256 is right; the
-    manifest comes last. A second run skips what is right and continues what was interrupted."""
+    """Fetches what a manifest lists into OUT/.download, and moves each file to its name once its
+    sha256 matches; the manifest comes last. A second run skips files that match and continues what
+    was interrupted."""
     from huggingface_hub import snapshot_download
 
     checked = tqdm(files.items(), desc="checking", disable=None)
-    missing = [name for name, entry in checked if not is_right(out / name, entry["sha256"])]
+    missing = [name for name, entry in checked if not sha256_matches(out / name, entry["sha256"])]
     folder = out / ".download"
     options = {"repo_type": repo.type, "revision": commit, "allow_patterns": missing}
     if missing:
         with explained(f"fetching {len(missing)} files of {repo.name}"):
             snapshot_download(repo.name, local_dir=folder, **options)
     for name in missing:
-        if not is_right(folder / name, files[name]["sha256"]):
+        if not sha256_matches(folder / name, files[name]["sha256"]):
             (folder / name).unlink(missing_ok=True)
-            wrong = f"{name} of {repo.name} is not what {manifest.name} lists (sha256 {files[name]['sha256']})"
-            fail(f"{wrong}; run the same command again, and if that does not help, ask its owner to upload it again")
+            fail(
+                f"{name} of {repo.name} is not what {manifest.name} lists (sha256 "
+                f"{files[name]['sha256']}); run the same command again, and if that does not help, "
+                "ask its owner to upload it again"
+            )
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, out / name)
     shutil.rmtree(folder, ignore_errors=True)
     write_atomic(out / manifest.name, [manifest.read_bytes()])
-    there = len(files) - len(missing)
-    print(f"{out} is complete: {len(files)} files, {there} were there already, commit {commit}")
+    skipped = len(files) - len(missing)
+    print(f"{out} is complete: {len(files)} files, {skipped} were there already, commit {commit}")
 
 
 def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) -> None:
@@ -183,7 +191,7 @@ def download(repo: Repo, out: Path, revision: str = "main") -> None:
 
 
 def upload(folder: Path, repo: Repo, private: bool = False) -> None:
-    """Sends a dataset: the files that dataset.json lists, if every one is right."""
+    """Sends a dataset: the files that dataset.json lists, if every one matches it."""
     files = read_dataset(folder)["files"]
     for name, entry in tqdm(files.items(), desc="checking", disable=None):
         check_file(folder / name, entry)
@@ -209,8 +217,10 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     folders = {name.rsplit("/", 1)[0] for name in names if "/" in name}
     needed = [*NEEDED, *(f"{folder}/{name}" for folder in folders for name in CHECKPOINT[:2])]
     if len(scripts) != 1 or len(folders) != 1 or not set(needed).issubset(names):
-        wrong = f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint"
-        fail(f"{wrong}, but lists {', '.join(names)}; only whole runs of such a script can be shared")
+        fail(
+            f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists "
+            f"{', '.join(names)}; only complete runs of such a script can be shared"
+        )
     return {name: files[name] for name in names}
 
 
@@ -221,21 +231,22 @@ def newest_checkpoint(run_dir: Path) -> dict[str, dict]:
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         entries = list_entries(run_dir, [(folder / name).as_posix() for name in CHECKPOINT])
         listed = read_json(run_dir / folder / "state.json")["files"]
-        found = {Path(name).name: entry["sha256"] for name, entry in entries.items()}
-        if found.pop("state.json") and found == listed:
+        actual = {Path(name).name: entry["sha256"] for name, entry in entries.items()}
+        del actual["state.json"]
+        if actual == listed:
             return entries
-        print(f"passed over {folder}: its files are not those that its state.json lists")
-    fail(f"{run_dir} has no whole checkpoint; train until one is saved, or restore one")
+        print(f"skipped {folder}: its files are not those that its state.json lists")
+    fail(f"{run_dir} has no complete checkpoint; train until one is saved, or restore one")
 
 
 def list_entries(folder: Path, names: Iterable[str]) -> dict[str, dict]:
     """What a run.json says of those files that exist."""
     names = [name for name in names if (folder / name).is_file()]
-    return {name: entry_of(folder / name, sha256_file(folder / name)) for name in names}
+    return {name: file_entry(folder / name, sha256_file(folder / name)) for name in names}
 
 
 def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
-    """Sends a run: what RUN_FILE names, with the newest whole checkpoint alone."""
+    """Sends a run: what RUN_FILE names, of the checkpoints only the newest complete one."""
     from huggingface_hub import HfApi
 
     names = sorted(path.name for path in run_dir.iterdir() if RUN_FILE.fullmatch(path.name))
@@ -259,17 +270,23 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
     print(f"{repo.name} is complete: {len(files)} files")
 
 
-def download_run(repo: Repo, out: Path, revision: str = "main") -> None:
+def download_run(repo: Repo, out: Path, revision: str = "main", trust: bool = False) -> None:
     """Fetches a run. config.json comes first: it tells a folder that holds the beginning of this run from others."""
+    from huggingface_hub.constants import ENDPOINT
+
     commit = find_commit(repo, revision)
     manifest = fetch(repo.name, "run.json", commit, repo.type)
     files = check_run(read_json(manifest), f"run.json of {repo.name}")
+    script = next(name for name in files if name.endswith(".py"))
+    if not trust:
+        fail(
+            f"{repo.name} brings {script}, a program that the tools in runs/ execute; read it at "
+            f"{ENDPOINT}/{repo.name}/blob/{commit}/{script}, then add --revision {commit} --trust"
+        )
     visible = [path for path in out.iterdir() if not path.name.startswith(".")]
-    if visible and not is_right(out / "config.json", files["config.json"]["sha256"]):
+    if visible and not sha256_matches(out / "config.json", files["config.json"]["sha256"]):
         fail(f"{out} holds something else than this run; choose another --out")
     get_files(repo, commit, files, out, manifest)
-    script = next(name for name in files if name.endswith(".py"))
-    print(f"the tools in runs/ execute {out / script}: read it first, unless you trust {repo.name}")
 
 
 def main() -> None:
@@ -278,12 +295,15 @@ def main() -> None:
     for suffix, what in (("", "dataset"), ("-run", "run")):
         p = commands.add_parser(f"download{suffix}", help=f"fetch a {what} directory")
         p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face")
-        p.add_argument("--out", required=True, type=Path, help="folder to write")
-        p.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
+        p.add_argument("--out", required=True, type=Path, help="folder of the download")
+        p.add_argument("--revision", default="main", help="branch, tag or commit [%(default)s]")
+        if what == "run":
+            trust = "consent to the script of the run, which the tools in runs/ execute"
+            p.add_argument("--trust", action="store_true", help=trust)
         p = commands.add_parser(f"upload{suffix}", help=f"send a {what} directory")
         p.add_argument("folder", metavar="DIR", type=Path, help=f"{what} directory")
-        p.add_argument("repo", metavar="REPO", help="OWNER/NAME, made if it does not exist")
-        p.add_argument("--private", action="store_true", help="make a new repository private")
+        p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face, made if it does not exist")
+        p.add_argument("--private", action="store_true", help="private repository, if it is a new one")
     args = parser.parse_args()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", args.repo):
         fail(f"{args.repo!r} is not a repository name; give OWNER/NAME")
@@ -298,7 +318,7 @@ def main() -> None:
         if args.command == "upload-run":
             upload_run(args.folder, repo, args.private)
         elif args.command == "download-run":
-            download_run(repo, args.out, args.revision)
+            download_run(repo, args.out, args.revision, args.trust)
         else:
             download(repo, args.out, args.revision)
 

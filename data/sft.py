@@ -13,18 +13,20 @@ one, picked by the seed; 1.5: all once and half of them again):
     spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
     addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
-Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
-nothing between them. A content is a text or a list of {"type": "text", "text"}; an assistant's parts may also be
-"python", which stands between <|python_start|> and <|python_end|>, and "python_output", between <|output_start|> and
-<|output_end|>. The loss counts what the assistant writes: its text, its python with both marks, and <|assistant_end|>;
-not <|assistant_start|>, not the output. System and developer messages are put before the next user message with a blank
-line. Special tokens spelled in a text stay text.
+Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
+<|assistant_end|> in turn, with nothing between them. A content is a text or a list of {"type":
+"text", "text"}; an assistant's parts may also be "python", which stands between <|python_start|>
+and <|python_end|>, and "python_output", between <|output_start|> and <|output_end|>. The loss mask
+is 1 for what the assistant writes: its text, its python with both special tokens, and
+<|assistant_end|>; not <|assistant_start|>, not the output. System and developer messages are put
+before the next user message with a blank line. Special tokens spelled in a text stay text.
 
-Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
-and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
-reader of the shards must leave out *.mask.bin. dataset.json then lists the files and the splits "sft_train" and
-"sft_val", and states a fingerprint of shards, masks and tokenizer under "sft". Without --val-source, --val-fraction
-of the conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers.
+Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask,
+NAME.mask.bin: the same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for
+each token (1: a target of the loss). A reader of the shards must skip *.mask.bin. dataset.json then
+lists the files and the splits "sft_train" and "sft_val", and states a fingerprint of shards, masks
+and tokenizer under "sft". Without --val-source, --val-fraction of the conversations are held out
+before weights apply; the generated tasks hold out words and pairs of numbers.
 """
 
 import argparse
@@ -32,23 +34,24 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizer
-from format import (
-    entry_of,
+from dataset import (
     fail,
+    file_entry,
     lock_folder,
     new_folder,
+    overlap_note,
     read_dataset,
     run,
     sha256_file,
-    tell_shared,
     write_shard,
 )
 from pretrain import available_cores
@@ -72,7 +75,7 @@ GENERATED = {
     "spelling": r"(?P<file>.+?)(:(?P<count>[1-9][0-9]{0,7}))?",
     "addition": r"(?P<count>[1-9][0-9]{0,7})(:(?P<digits>[1-9]|1[0-8]))?",
 }
-MARKS = {
+SPECIAL_OF_PART = {  # the special tokens around a part of an assistant's message
     "python": ("<|python_start|>", "<|python_end|>"),
     "python_output": ("<|output_start|>", "<|output_end|>"),
 }
@@ -92,7 +95,7 @@ def check_messages(value: Any) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError('there is no list "messages" of {"role", "content"}')
     result: list[Message] = []
-    system: list[str] = []  # texts that wait for the next message of the user
+    system: list[str] = []  # texts for the next message of the user
     for number, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
         where = f"message {number}"
@@ -102,8 +105,8 @@ def check_messages(value: Any) -> list[Message]:
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
-            found = role if isinstance(role, str) else None
-            raise ValueError(f"{where} has the role {found!r}, expected {expected!r}, as they take turns")
+            actual = role if isinstance(role, str) else None
+            raise ValueError(f"{where} has the role {actual!r}, expected {expected!r}, as they take turns")
         parts = check_content(content, role, where)
         if role == "user":
             parts = [("text", "\n\n".join([*system, "".join(text for _, text in parts)]))]
@@ -122,7 +125,7 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ValueError(f"{where} ({role}) has no text as its content")
-    kinds = ("text", *MARKS) if role == "assistant" else ("text",)
+    kinds = ("text", *SPECIAL_OF_PART) if role == "assistant" else ("text",)
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -137,27 +140,32 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
 def render(
     messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint16 [n], counted bool [n]) of a conversation, by the template at the top."""
-    # Special tokens by name, and texts as tokens; beside each whether it counts.
-    pieces: list[tuple[str | np.ndarray, bool]] = [("<|bos|>", False)]
+    """(tokens uint16 [n], loss mask bool [n]) of a conversation, by the template at the top."""
+    tokens: list[np.ndarray] = []
+    mask: list[np.ndarray] = []
+
+    def add(piece: np.ndarray, is_target: bool) -> None:
+        tokens.append(piece)
+        mask.append(np.full(len(piece), is_target))
+
+    def add_special(name: str, is_target: bool) -> None:
+        add(np.array([ids[name]], dtype=np.uint16), is_target)
+
+    add_special("<|bos|>", False)
     for role, parts in messages:
         is_assistant = role == "assistant"
-        pieces.append((f"<|{role}_start|>", False))
+        add_special(f"<|{role}_start|>", False)
         for kind, text in parts:
-            counted = is_assistant and kind != "python_output"
-            start, end = MARKS.get(kind, (None, None))
-            if start:
-                pieces.append((start, counted))
-            pieces.append((encode(text), counted))
-            if end:
-                pieces.append((end, counted))
-        pieces.append((f"<|{role}_end|>", is_assistant))
-    tokens = [
-        np.array([ids[piece]], dtype=np.uint16) if isinstance(piece, str) else piece
-        for piece, _ in pieces
-    ]
-    counts = [counted for _, counted in pieces]
-    return np.concatenate(tokens), np.repeat(counts, list(map(len, tokens)))
+            is_target = is_assistant and kind != "python_output"
+            if kind == "text":
+                add(encode(text), is_target)
+            else:
+                start, end = SPECIAL_OF_PART[kind]
+                add_special(start, is_target)
+                add(encode(text), is_target)
+                add_special(end, is_target)
+        add_special(f"<|{role}_end|>", is_assistant)
+    return np.concatenate(tokens), np.concatenate(mask)
 
 
 # ==== sources
@@ -166,22 +174,25 @@ def render(
 Record = tuple[str, Any, str]
 
 
-class Source(NamedTuple):
-    """A --source, parsed. read(split) gives its records."""
+@dataclass(frozen=True)
+class ChatSource:
+    """A --source or --val-source. What it has depends on its kind: chat and gsm8k are files, the others generated."""
 
+    kind: str  # "chat", "gsm8k", "spelling" or "addition"
     name: str  # for dataset.json, without folders
-    weight: float
-    inputs: list[list[Any]]  # as sources.identify gives them
-    read: Callable[[str], Iterator[Record]]
-    convert: Callable[[Any], dict] | None = None  # what is read into a conversation
-    generated: bool = False
+    weight: float = 1.0
+    files: tuple[File, ...] = ()
+    train_count: int = 0  # of tasks to generate
+    val_count: int = 0
+    words: tuple[str, ...] = ()  # of spelling
+    digits: int = 0  # of addition
 
 
-def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+def parse_source(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     """Resolves a --source or --val-source; user errors end the script before anything is read."""
     kind, _, rest = spec.partition(":")
     if kind in GENERATED:
-        return generated_source(spec, flag, args)
+        return parse_generated(spec, flag, args)
     if kind != "gsm8k":
         kind = "chat"
         rest = spec
@@ -189,46 +200,48 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     weight = float(weight or 1)
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
-
     path = NAMED.get(path, path)
-    files = find_files(path, SUFFIXES)
-    inputs = [file.identity for file in files]
-    name = path if is_hub(path) else ",".join(name for name, *_ in inputs)
-    if kind == "gsm8k":
-        read = partial(read_files, files, ("question", "answer"))
-        return Source(f"gsm8k:{name}:{weight:g}", weight, inputs, read, gsm8k_conversation)
-    return Source(f"{name}:{weight:g}", weight, inputs, partial(read_files, files, ("messages",)))
+    files = tuple(find_files(path, SUFFIXES))
+    names = path if is_hub(path) else ",".join(file.identity[0] for file in files)
+    prefix = "gsm8k:" if kind == "gsm8k" else ""
+    return ChatSource(kind, f"{prefix}{names}:{weight:g}", weight, files)
 
 
-def read_files(files: list[File], columns: tuple[str, ...], split: str) -> Iterator[Record]:
-    for file in files:
-        yield from records(file.fetch(), columns)
-
-
-def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     """spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]."""
     kind, _, rest = spec.partition(":")
     match = re.fullmatch(GENERATED[kind], rest)
     if not match:
         fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
+    count = int(match["count"] or SPELLING_COUNT)
+    # All of a --val-source is validation.
+    val_count = count if flag == "--val-source" else max(1, round(count * args.val_fraction))
     if kind == "spelling":
-        count = int(match["count"] or SPELLING_COUNT)
-        make = partial(spelling_tasks, read_words(Path(match["file"]), flag))
-        name = f"spelling:{Path(match['file']).name}:{count}"
+        path = Path(match["file"])
+        words = tuple(read_words(path, flag))
+        name = f"spelling:{path.name}:{count}"
+        return ChatSource(kind, name, train_count=count, val_count=val_count, words=words)
+    digits = int(match["digits"] or 2)
+    name = f"addition:{count}:{digits}"
+    return ChatSource(kind, name, train_count=count, val_count=val_count, digits=digits)
+
+
+def read_source(source: ChatSource, split: str, seed: int) -> Iterator[Record]:
+    """The records of a source; of the generated kinds those of a split."""
+    if source.kind == "chat":
+        for file in source.files:
+            yield from records(file.fetch(), ("messages",))
+    elif source.kind == "gsm8k":
+        for file in source.files:
+            yield from records(file.fetch(), ("question", "answer"))
     else:
-        count = int(match["count"])
-        digits = int(match["digits"] or 2)
-        make = partial(addition_tasks, digits)
-        name = f"addition:{count}:{digits}"
-
-    def read(split: str) -> Iterator[Record]:
-        # All of a --val-source is validation.
-        is_part = split == "val" and flag == "--source"
-        most = max(1, round(count * args.val_fraction)) if is_part else count
-        for number, task in enumerate(make(most, split, args.seed), 1):
+        count = source.val_count if split == "val" else source.train_count
+        if source.kind == "spelling":
+            tasks = spelling_tasks(source.words, count, split, seed)
+        else:
+            tasks = addition_tasks(source.digits, count, split, seed)
+        for number, task in enumerate(tasks, 1):
             yield f"task {number}", task, ""
-
-    return Source(name, 1.0, [], read, generated=True)
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
@@ -280,7 +293,7 @@ COUNT = (
 )
 
 
-def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
+def spelling_tasks(words: Sequence[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Half of the tasks spell a word, half count a letter by hand and with the tool."""
     words = [word for word in words if is_val_word(word) == (split == "val")]
     rng = random.Random(f"{seed} {split}")  # its own stream for each split
@@ -318,6 +331,7 @@ def count_letter(word: str, letter: str) -> list[dict[str, str]]:
 
 
 def conversation(question: str, answer: str | list[dict[str, str]]) -> dict[str, Any]:
+    """One question and its answer, in the form of a file of conversations."""
     user = {"role": "user", "content": question}
     return {"messages": [user, {"role": "assistant", "content": answer}]}
 
@@ -360,131 +374,141 @@ def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[d
 # ==== encoding
 
 
-Talk = tuple[np.ndarray, np.ndarray]  # of a conversation, its tokens and which of them count
+Conversation = tuple[np.ndarray, np.ndarray]  # tokens uint16 [n], loss mask bool [n]
 
 
-def encode_records(encoding: Any, convert: Callable | None, batch: list[Record]) -> list[tuple]:
-    """(where, tokens, counted) of each record, or (where, what is wrong, None)."""
+def encode_records(encoding: Any, kind: str, batch: list[Record]) -> list[tuple]:
+    """(where, tokens, loss mask) of each record, or (where, what is wrong, None)."""
     ids = tokenizer.special_tokens(encoding)
     encode = partial(tokenizer.encode, encoding)
-    done = []
+    results = []
     for where, value, problem in batch:
         try:
             if problem:
                 raise ValueError(problem)
-            messages = check_messages(convert(value) if convert else value)
-            done.append((where, *render(messages, encode, ids)))
+            if kind == "gsm8k":
+                value = gsm8k_conversation(value)
+            tokens, mask = render(check_messages(value), encode, ids)
+            results.append((where, tokens, mask))
         except ValueError as error:
-            done.append((where, str(error), None))
-    return done
+            results.append((where, str(error), None))
+    return results
 
 
 def encode_source(
-    source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
-) -> list[Talk]:
-    """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
-    stream = source.read(split)
+    source: ChatSource, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
+) -> list[Conversation]:
+    """Every conversation of a source, in its order, truncated to --max-len; tally counts what is lost."""
+    stream = read_source(source, split, args.seed)
     batches = iter(lambda: list(islice(stream, BATCH)), [])
-    work = partial(encode_records, encoding, source.convert)
-    results = in_threads(work, batches, args.workers, 3 * args.workers)
-    found = []
+    work = partial(encode_records, encoding, source.kind)
+    results = in_threads(work, batches, args.workers, max_pending=3 * args.workers)
+    conversations = []
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
-    for where, tokens, counted in bar:
-        if counted is None:
+    for where, tokens, mask in bar:
+        if mask is None:
             if not args.skip_bad:
-                fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
+                fail(f"{where}: {tokens}; fix it, or skip such conversations with --skip-bad")
             tally["bad"] += 1
-        elif not counted[: args.max_len].any():
+        elif not mask[: args.max_len].any():
             # Only a question is left, which teaches nothing.
             tally["dropped"] += 1
         else:
             tally["cut"] += len(tokens) > args.max_len
-            found.append((tokens[: args.max_len], counted[: args.max_len]))
-    if not found:
-        way = f"check the file, or whether --max-len {args.max_len} cuts all answers"
-        fail(f"--source {source.name} gives no conversation; {way}")
-    return found
+            conversations.append((tokens[: args.max_len], mask[: args.max_len]))
+    if not conversations:
+        hint = f"check the file, or whether --max-len {args.max_len} truncates all answers"
+        fail(f"--source {source.name} gives no conversation; {hint}")
+    return conversations
 
 
 def read_splits(
-    sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace
-) -> tuple[dict[str, list[Talk]], dict[str, Counter]]:
-    """The conversations of both splits in the order to write them in, and what was left out."""
-    train: list[Talk] = []
-    val: list[Talk] = []
+    sources: list[ChatSource], val_sources: list[ChatSource], encoding: Any, args: argparse.Namespace
+) -> tuple[dict[str, list[Conversation]], dict[str, Counter]]:
+    """The conversations of both splits in the order to write them in, and the tallies of encode_source."""
+    train: list[Conversation] = []
+    val: list[Conversation] = []
     tallies = {"train": Counter(), "val": Counter()}
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
-        found = encode_source(source, "train", encoding, args, tallies["train"])
-        if not val_sources and source.generated:
+        conversations = encode_source(source, "train", encoding, args, tallies["train"])
+        if not val_sources and source.kind in GENERATED:
             val += encode_source(source, "val", encoding, args, tallies["val"])
         elif not val_sources:
-            count = max(1, round(args.val_fraction * len(found)))
-            chosen = set(rng.choice(len(found), count, replace=False).tolist())
-            val += [talk for i, talk in enumerate(found) if i in chosen]
-            found = [talk for i, talk in enumerate(found) if i not in chosen]
-        train += weigh(found, source.weight, rng)
+            count = max(1, round(args.val_fraction * len(conversations)))
+            held_out = set(rng.choice(len(conversations), count, replace=False).tolist())
+            val += [each for n, each in enumerate(conversations) if n in held_out]
+            conversations = [each for n, each in enumerate(conversations) if n not in held_out]
+        train += weigh(conversations, source.weight, rng)
     for i, source in enumerate(val_sources):
-        found = encode_source(source, "val", encoding, args, tallies["val"])
-        val += weigh(found, source.weight, np.random.default_rng([args.seed, 1, i]))
+        conversations = encode_source(source, "val", encoding, args, tallies["val"])
+        val += weigh(conversations, source.weight, np.random.default_rng([args.seed, 1, i]))
     splits = {"train": train, "val": val}
-    for i, (split, talks) in enumerate(splits.items()):
-        if not talks:
+    for i, (split, conversations) in enumerate(splits.items()):
+        if not conversations:
             fail(f"no {split} conversation is left; give more, larger weights or --val-source")
-        np.random.default_rng([args.seed, 2, i]).shuffle(talks)
+        np.random.default_rng([args.seed, 2, i]).shuffle(conversations)
     return splits, tallies
 
 
-def weigh(found: list[Talk], weight: float, rng: np.random.Generator) -> list[Talk]:
-    """Each conversation int(weight) times, plus a random share of them for the fraction of the weight."""
-    whole = int(weight)
-    rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
-    return found * whole + [found[i] for i in sorted(rest)]
+def weigh(
+    conversations: list[Conversation], weight: float, rng: np.random.Generator
+) -> list[Conversation]:
+    """Each conversation int(weight) times, plus a random part of them for the fraction of the weight."""
+    count = len(conversations)
+    extra = rng.choice(count, round((weight - int(weight)) * count), replace=False)
+    return conversations * int(weight) + [conversations[i] for i in sorted(extra)]
 
 
 # ==== writing
 
 
 def write_split(
-    folder: Path, split: str, talks: list[Talk], shard_tokens: int, tokenizer_path: Path
+    folder: Path,
+    split: str,
+    conversations: list[Conversation],
+    shard_tokens: int,
+    tokenizer_path: Path,
 ) -> dict[str, dict]:
-    """Writes the shards and masks of a split, conversations whole; returns their entries."""
-    shards: list[list[Talk]] = [[]]
+    """Writes the shards and masks of a split; no conversation is split between shards. Returns their entries."""
+    shards: list[list[Conversation]] = [[]]
     size = 0
-    for talk in talks:
-        length = len(talk[0])
-        if shards[-1] and size + length > shard_tokens:
+    for tokens, mask in conversations:
+        if shards[-1] and size + len(tokens) > shard_tokens:
             shards.append([])
             size = 0
-        shards[-1].append(talk)
-        size += length
+        shards[-1].append((tokens, mask))
+        size += len(tokens)
     files: dict[str, dict] = {}
     for number, shard in enumerate(shards):
-        files |= write_pair(folder / f"{split}_{number:06d}.bin", shard, tokenizer_path)
+        files |= write_shard_and_mask(folder / f"{split}_{number:06d}.bin", shard, tokenizer_path)
     return files
 
 
-def write_pair(path: Path, talks: list[Talk], tokenizer_path: Path) -> dict[str, dict]:
-    """A shard of conversations and its mask; returns the entries of both."""
+def write_shard_and_mask(
+    path: Path, conversations: list[Conversation], tokenizer_path: Path
+) -> dict[str, dict]:
+    """A shard of conversations and its loss mask; returns the entries of both."""
     encoding = tokenizer.load(tokenizer_path)
     sha256 = sha256_file(tokenizer_path)
-    tokens = np.concatenate([tokens for tokens, _ in talks])
-    mask = np.concatenate([counted for _, counted in talks]).astype(np.uint16)
+    tokens = np.concatenate([tokens for tokens, _ in conversations])
+    mask = np.concatenate([mask for _, mask in conversations]).astype(np.uint16)
     mask_path = path.with_name(f"{path.stem}.mask.bin")
-    written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha256)
-    mask_written = write_shard(mask_path, mask, None, 2, sha256)
+    shard_sha256 = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha256)
+    mask_sha256 = write_shard(mask_path, mask, None, 2, sha256)
     entry = {
         "tokens": len(tokens),
-        "counted_tokens": int(mask.sum()),
-        "conversations": len(talks),
+        "counted_tokens": int(mask.sum()),  # the targets of the loss
+        "conversations": len(conversations),
         "text_bytes": int(tokenizer.token_bytes(tokenizer_path)[tokens].sum()),
-        **entry_of(path, written),
+        **file_entry(path, shard_sha256),
     }
-    mask_entry = {"tokens": len(mask), **entry_of(mask_path, mask_written)}
+    mask_entry = {"tokens": len(mask), **file_entry(mask_path, mask_sha256)}
     return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
 def build(args: argparse.Namespace) -> None:
+    """Writes sft/ of a dataset directory."""
     out = args.data
     encoding = tokenizer.load(out / "tokenizer.json")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
@@ -493,7 +517,7 @@ def build(args: argparse.Namespace) -> None:
     sources = [parse_source(spec, "--source", args) for spec in args.source]
     val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would pick its own conversations to hold out.
-    check_apart(*(source.inputs for source in [*sources, *val_sources]))
+    check_apart(*([file.identity for file in source.files] for source in sources + val_sources))
     splits, tallies = read_splits(sources, val_sources, encoding, args)
     notes = {
         "sources": [source.name for source in sources],
@@ -504,20 +528,21 @@ def build(args: argparse.Namespace) -> None:
     for split, tally in tallies.items():
         notes[split] = {name: tally[name] for name in ("cut", "dropped", "bad")}
     with new_folder(out, "sft", sft=notes) as (folder, files):
-        for split, talks in splits.items():
-            files |= write_split(folder, split, talks, args.shard_tokens, out / "tokenizer.json")
+        for split, conversations in splits.items():
+            files |= write_split(folder, split, conversations, args.shard_tokens, out / "tokenizer.json")
 
     totals = read_dataset(out)["splits"]
     for split, tally in tallies.items():
         total = totals[f"sft_{split}"]
-        share = total["counted_tokens"] / total["tokens"]
+        supervised = total["counted_tokens"] / total["tokens"]
         print(
             f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-            f"{share:.1%} of them counted; {tally['cut']:,} cut to {args.max_len:,} tokens, "
-            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+            f"{supervised:.1%} of them supervised; {tally['cut']:,} truncated to "
+            f"{args.max_len:,} tokens, {tally['dropped']:,} with no answer left and "
+            f"{tally['bad']:,} bad ones skipped"
         )
-    if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
-        print(f"note: {line}")
+    if note := overlap_note(out, tokenizer.bos_id(encoding), "sft"):
+        print(f"note: {note}")
     print(f"wrote {out / 'sft'}")
 
 
@@ -529,18 +554,20 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    way = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=way)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
-    add("--source", required=True, action="append", metavar="SPEC", help="see above; repeatable")
-    add("--val-source", action="append", default=[], metavar="SPEC", help="to validate on; repeatable")
-    add("--val-fraction", type=float, default=0.01, help="part to hold out without --val-source [%(default)s]")
-    add("--max-len", type=int, default=2048, help="tokens at which conversations are cut [%(default)s]")
-    add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
-    add("--seed", type=int, default=1337, help="of the shuffle and of all random choices [%(default)s]")
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard [%(default)s]")
-    add("--workers", type=int, default=available_cores(), help="encoding threads")
+    add("--source", required=True, action="append", metavar="SPEC", help="conversations, see above; repeatable")
+    add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
+    held_out = "held-out fraction without --val-source [%(default)s]"
+    add("--val-fraction", type=float, default=0.01, help=held_out)
+    max_len = "maximum tokens of a conversation; longer ones are truncated [%(default)s]"
+    add("--max-len", type=int, default=2048, help=max_len)
+    add("--skip-bad", action="store_true", help="skip malformed conversations, and count them")
+    add("--seed", type=int, default=1337, help="seed of the shuffle and all random choices [%(default)s]")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens of a shard [%(default)s]")
+    add("--workers", type=int, default=available_cores(), help="number of encoding threads [%(default)s]")
     args = parser.parse_args()
     check_flags(args, max_len=8, shard_tokens=1, workers=1, seed=0)
     return args

@@ -28,18 +28,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
-from functools import partial
 from glob import escape, glob
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import hub
 import pypi
-from format import fail, run
-from sections import cut_sections
+from dataset import fail, run, sha256_file
+from pypi import cut_chunks
 
 HUB_SOURCES = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",
@@ -48,173 +47,183 @@ HUB_SOURCES = {
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 HUB_FILES = 40  # default number of training files, about 2 billion tokens of climbmix
 HUB_VAL_DOCUMENTS = 10_000  # of the last file, which has some 50 million tokens
-STDLIB_SECTION = 6_000  # characters
-TEXT_SECTION = 12_000  # characters
+STDLIB_CHUNK = 6_000  # characters
+TEXT_CHUNK = 12_000  # characters
 STDLIB_VAL_FRACTION = 0.05
 
 
 @dataclass(frozen=True)
-class TextSettings:
-    """What is read, by the names of the flags. max_documents and max_bytes (of UTF-8) end the reading of `source`;
-    val_documents limits validation; interleave reads the files of `source` side by side."""
+class File:
+    """A file of this machine, or, if repo is given, of a commit of a Hugging Face dataset."""
+
+    identity: list[Any]  # [name, size in bytes, digest]: what tells that it was exchanged
+    name: str  # its path, here or in the repository
+    repo: str = ""
+    commit: str = ""
+
+    def fetch(self) -> Path:
+        """Where it lies on this machine; it is downloaded first if need be."""
+        if self.repo:
+            return hub.fetch(self.repo, self.name, self.commit)
+        return Path(self.name)
+
+
+@dataclass
+class Source:
+    """The documents of --source and --val-source: str, never empty, no lone surrogates.
+
+    train(), val() and tokenizer_text() each start a fresh pass. On its way from a file to them a
+    document passes field_documents or text_documents, which find it; documents_in, which skips it
+    if it is empty; read_files or interleave_files, which go from file to file; and limited and
+    one_part, which end a pass and hold out a part.
+
+    The arguments are the flags of these names. User errors end the script before any text is read.
+    """
 
     source: str
     val_source: str | None = None
     text_field: str = "text"
     val_fraction: float = 0.01
-    max_files: int = HUB_FILES
-    max_documents: int | None = None
-    max_bytes: int | None = None
+    max_files: int = HUB_FILES  # of Hugging Face
+    max_documents: int | None = None  # of source
+    max_bytes: int | None = None  # of source, in UTF-8
     val_documents: int | None = None
     workers: int = 1
     interleave: bool = False
 
+    # What identifies the text: identities of files, after "val" those of val_source.
+    inputs: list[list[Any]] = field(init=False)
+    files: list[File] = field(init=False, default_factory=list)
+    val_files: list[File] = field(init=False, default_factory=list)
+    corpus: pypi.Corpus | None = field(init=False, default=None)
+    # The skipped documents without text, by file, in the latest pass over it.
+    empty: dict[str, int] = field(init=False, default_factory=dict)
+
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "TextSettings":
-        """Of the flags of a script, which need not have all of them."""
-        names = [field.name for field in fields(cls)]
+    def of(cls, args: argparse.Namespace) -> "Source":
+        """From the flags of a script, which need not have all of them."""
+        names = [field.name for field in fields(cls) if field.init]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
+    def __post_init__(self) -> None:
+        is_pypi = self.source.startswith("pypi:")
+        if self.interleave and (self.source == "stdlib" or is_pypi or is_hub(self.source)):
+            fail(f"--interleave is for files on this machine, --source is {self.source}; leave it out")
+        if self.source == "stdlib":
+            self.inputs = [stdlib_identity()]
+        elif is_pypi:
+            self.inputs, self.corpus = pypi.open_set(self.source, self.workers)
+        else:
+            self.open_files()
+        if self.val_source is not None:
+            self.open_val_source()
 
-class File(NamedTuple):
-    """A file of this machine or of Hugging Face."""
+    def open_files(self) -> None:
+        """The files of source. Of a Hugging Face dataset the last one is validation, if val_source names no other."""
+        self.files = find_files(self.source)
+        if is_hub(self.source):
+            if self.val_source is None:
+                if len(self.files) < 2:
+                    fail(f"--source {self.source} has one file but needs 2; give --val-source")
+                self.val_files = [self.files.pop()]
+            self.files = self.files[: self.max_files]
+        self.inputs = [file.identity for file in self.files + self.val_files]
 
-    identity: list[Any]  # [name, size in bytes, digest]: what tells that it was exchanged
-    fetch: Callable[[], Path]  # where it lies here; it is downloaded before if need be
+    def open_val_source(self) -> None:
+        """All of val_source is validation; of climbmix and fineweb-edu the last file."""
+        if self.val_source == "stdlib":
+            val_inputs = [stdlib_identity()]
+        else:
+            self.val_files = find_files(self.val_source)
+            if self.val_source in HUB_SOURCES:
+                self.val_files = self.val_files[-1:]
+            val_inputs = [file.identity for file in self.val_files]
+        check_apart(self.inputs, val_inputs)
+        self.inputs = self.inputs + [["val", *identity] for identity in val_inputs]
 
+    def train(self) -> Iterator[str]:
+        """The documents to train on."""
+        documents = self.read_source()
+        if self.splits_source():
+            return one_part(documents, self.val_fraction, want_val=False)
+        return documents
 
-class Source(NamedTuple):
-    """train() and val() each start a fresh pass over the documents (str, never empty, no lone surrogates).
+    def val(self) -> Iterator[str]:
+        """The documents to validate on."""
+        limit = self.val_documents
+        if self.val_files:
+            documents = read_files(self.val_files, self.text_field, self.empty)
+            if limit is None and self.val_source is None:
+                limit = HUB_VAL_DOCUMENTS
+        elif "stdlib" in (self.source, self.val_source):
+            documents = stdlib_documents("val")
+        elif self.corpus:
+            documents = map(bytes.decode, self.corpus.val)
+        else:
+            documents = one_part(self.read_source(), self.val_fraction, want_val=True)
+        return limited(documents, limit)
 
-    inputs identifies what is read: [name, size in bytes, digest] for files, after "val" those of --val-source.
-    empty counts the documents passed over because they hold no text, by file, in the latest pass over it.
-    tokenizer_text() gives the documents for a new tokenizer, where those are not train().
-    """
+    def tokenizer_text(self) -> Iterator[str]:
+        """The documents for a new tokenizer: those to train on, but for pypi:, whose sets share one tokenizer."""
+        if self.corpus:
+            documents = map(bytes.decode, self.corpus.tokenizer_text)
+            return limited(documents, self.max_documents, self.max_bytes)
+        return self.train()
 
-    inputs: list[list[Any]]
-    train: Callable[[], Iterator[str]]
-    val: Callable[[], Iterator[str]] | None
-    empty: dict[str, int]
-    tokenizer_text: Callable[[], Iterator[str]] | None = None
+    def splits_source(self) -> bool:
+        """Whether validation is a part of the documents of source: of files on this machine, without val_source."""
+        return bool(self.files) and not self.val_files and self.val_source is None
 
-
-def open_source(source: str, val_source: str | None = None, **options: Any) -> Source:
-    """open_text, by the fields of TextSettings."""
-    return open_text(TextSettings(source, val_source, **options))
-
-
-def open_text(settings: TextSettings) -> Source:
-    """Resolves a --source and a --val-source; user errors end the script before any text is read."""
-    spec = settings.source
-    is_named = spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)
-    if settings.interleave and is_named:
-        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
-    if spec == "stdlib":
-        source = open_stdlib()
-    elif spec.startswith("pypi:"):
-        source = open_pypi(settings)
-    else:
-        source = open_files(settings)
-    inputs = source.inputs
-    val = source.val
-    most_val = settings.val_documents
-    if settings.val_source is not None:
-        held_out = open_held_out(settings, source.empty)
-        check_apart(inputs, held_out.inputs)
-        inputs = inputs + [["val", *entry] for entry in held_out.inputs]
-        val = held_out.val
-    elif is_hub(spec) and most_val is None:
-        most_val = HUB_VAL_DOCUMENTS
-
-    limit = partial(limited, max_documents=settings.max_documents, max_bytes=settings.max_bytes)
-    train = partial(limit, source.train)
-    tokenizer_text = partial(limit, source.tokenizer_text) if source.tokenizer_text else None
-    if val is None:
-        val = partial(one_part, train, settings.val_fraction, True)
-        train = partial(one_part, train, settings.val_fraction, False)
-    return Source(inputs, train, partial(limited, val, most_val), source.empty, tokenizer_text)
+    def read_source(self) -> Iterator[str]:
+        """The documents of source, up to max_documents and max_bytes."""
+        if self.source == "stdlib":
+            documents = stdlib_documents("train")
+        elif self.corpus:
+            documents = map(bytes.decode, self.corpus.train)
+        elif self.interleave and len(self.files) > 1:
+            documents = interleave_files(self.files, self.text_field, self.empty)
+        else:
+            documents = read_files(self.files, self.text_field, self.empty)
+        return limited(documents, self.max_documents, self.max_bytes)
 
 
 def is_hub(spec: str) -> bool:
+    """Whether a --source names a Hugging Face dataset."""
     return spec in HUB_SOURCES or spec.startswith("hf:")
-
-
-# ==== one opener for each kind of source
-
-
-def open_stdlib() -> Source:
-    inputs = [["stdlib", platform.python_version()]]
-    return Source(inputs, partial(stdlib_documents, "train"), partial(stdlib_documents, "val"), {})
-
-
-def open_pypi(settings: TextSettings) -> Source:
-    inputs, corpus = pypi.open_set(settings.source, settings.workers)
-    parts = (corpus.train, corpus.val, corpus.tokenizer_text)
-    train, val, tokenizer_text = (partial(map, bytes.decode, part) for part in parts)
-    return Source(inputs, train, val, {}, tokenizer_text)
-
-
-def open_files(settings: TextSettings) -> Source:
-    """Without --val-source the last file of the hub is validation, and a part of local documents (val is None)."""
-    files = find_files(settings.source)
-    held_out = []
-    if is_hub(settings.source):
-        if settings.val_source is None:
-            if len(files) < 2:
-                fail(f"--source {settings.source} has one file but needs 2; give --val-source")
-            held_out.append(files.pop())
-        files = files[: settings.max_files]
-    empty = {}
-    read = interleaved_documents if settings.interleave and len(files) > 1 else documents_of
-    train = partial(read, files, settings.text_field, empty)
-    val = partial(documents_of, held_out, settings.text_field, empty) if held_out else None
-    return Source([file.identity for file in files + held_out], train, val, empty)
-
-
-def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
-    """A --val-source: all of it is validation, of the named hub datasets the last file."""
-    if settings.val_source == "stdlib":
-        return open_stdlib()
-    files = find_files(settings.val_source)
-    if settings.val_source in HUB_SOURCES:
-        files = files[-1:]
-    read = partial(documents_of, files, settings.text_field, empty)
-    return Source([file.identity for file in files], read, read, empty)
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
     """Ends the script if two sources share a file with the same content."""
-    known: dict[tuple, str] = {}
+    names: dict[tuple, str] = {}  # of earlier files, by (size, digest)
     for inputs in sources:
         # The standard library, which is no file, keeps its two parts apart itself.
         files = {tuple(content): name for name, *content in inputs if len(content) == 2}
-        for content in files.keys() & known.keys():
-            found = f"{files[content]} is the same file as {known[content]}"
-            fail(f"--source/--val-source: {found}; name it once")
-        known |= files
+        for content in files.keys() & names.keys():
+            fail(f"--source/--val-source: {files[content]} is the same file as {names[content]}; name it once")
+        names |= files
 
 
 def limited(
-    read: Callable[[], Iterator[str]], max_documents: int | None = None, max_bytes: int | None = None
+    documents: Iterable[str], max_documents: int | None = None, max_bytes: int | None = None
 ) -> Iterator[str]:
-    """The first documents of a pass, whole, up to either limit."""
+    """The first documents, whole, up to either limit; max_bytes in UTF-8."""
     size = 0
-    for text in islice(read(), max_documents):
+    for text in islice(documents, max_documents):
         size += len(text.encode())
         if max_bytes and size > max_bytes:
             return
         yield text
 
 
-def one_part(read: Callable[[], Iterator[str]], fraction: float, want_val: bool) -> Iterator[str]:
-    """One of the two parts of a stream, by document number alone: the same in every pass.
+def one_part(documents: Iterable[str], fraction: float, want_val: bool) -> Iterator[str]:
+    """The training or the validation part, by document number alone: the same in every pass.
 
     Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
     In the first block it is the first document, so that even two documents give both splits.
     """
     block = round(1 / fraction)
     chosen = 0
-    for i, text in enumerate(read()):
+    for i, text in enumerate(documents):
         if i % block == 0 and i > 0:
             chosen = int.from_bytes(hashlib.sha256(str(i // block).encode()).digest()[:8]) % block
         if (i % block == chosen) == want_val:
@@ -232,7 +241,7 @@ def clean(text: str) -> str:
 def find_files(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     """The files of a path, glob, folder or list of them, of climbmix, fineweb-edu or hf:REPO/GLOB, in their order."""
     if not is_hub(spec):
-        return [File(identify(path), partial(Path, path)) for path in local_paths(spec, suffixes)]
+        return [File(identify(path), str(path)) for path in local_paths(spec, suffixes)]
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3:
         fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
@@ -241,8 +250,7 @@ def find_files(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(suffixes))
     if not names:
         fail(f"--source {spec}: no {', '.join(suffixes)} file of {repo} matches {pattern!r}; check the pattern")
-    fetch = partial(hub.fetch, repo, commit=commit)
-    return [File([f"{repo}/{name}", *files[name]], partial(fetch, name)) for name in names]
+    return [File([f"{repo}/{name}", *files[name]], name, repo, commit) for name in names]
 
 
 def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -273,23 +281,23 @@ def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def identify(path: Path) -> list[Any]:
-    """[name, size, sha256]: what tells that a file was exchanged."""
-    with open(path, "rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-        return [path.name, f.tell(), digest]
+    """[name, size in bytes, sha256]: what tells that a file was exchanged."""
+    digest = sha256_file(path)
+    return [path.name, path.stat().st_size, digest]
 
 
-def documents_of(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document of the files, in order; files are fetched up to four ahead of the reader."""
-    for path in in_threads(lambda file: file.fetch(), files, workers=4, ahead=5):
+def read_files(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
+    """Every document of the files, in order; up to four files are prefetched."""
+    for path in in_threads(File.fetch, files, workers=4, max_pending=5):
         yield from documents_in(path, text_field, empty)
 
 
 def documents_in(path: Path, text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document of a file; those without text are only counted in empty[file]."""
+    """Every document of a file; those without text are skipped, and counted in empty[file]."""
     is_text = path.name.endswith(".txt")
+    documents = text_documents(path) if is_text else field_documents(path, text_field)
     empty[str(path)] = 0
-    for text in text_documents(path) if is_text else field_documents(path, text_field):
+    for text in documents:
         if not text or text.isspace():
             empty[str(path)] += 1
         else:
@@ -297,44 +305,42 @@ def documents_in(path: Path, text_field: str, empty: dict[str, int]) -> Iterator
 
 
 def in_threads(
-    work: Callable[[Any], Any], items: Iterable[Any], workers: int, ahead: int
+    work: Callable[[Any], Any], items: Iterable[Any], workers: int, max_pending: int
 ) -> Iterator[Any]:
-    """work over items, results in their order; at most `ahead` of them are under way."""
+    """work(item) for each item, in their order; at most max_pending of them are begun and not taken."""
     if workers == 1:
         yield from map(work, items)
         return
-    waiting: deque = deque()
+    pending: deque = deque()
     with ThreadPoolExecutor(workers) as threads:
         try:
             for item in items:
-                waiting.append(threads.submit(work, item))
-                if len(waiting) >= ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(threads.submit(work, item))
+                if len(pending) >= max_pending:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
             threads.shutdown(cancel_futures=True)
 
 
-def interleaved_documents(
-    files: list[File], text_field: str, empty: dict[str, int]
-) -> Iterator[str]:
-    """Every document, always from the file with the smallest part read so far.
+def interleave_files(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
+    """Every document, always from the file of which the smallest fraction was read so far.
 
-    Every stretch of the text thus holds all files in proportion to their bytes.
+    So every stretch of the text holds all files in proportion to their bytes.
     """
     paths = tuple(file.fetch() for file in files)
     allow_open_files(len(paths))
     sizes = count_text(paths, text_field)
     readers = [documents_in(path, text_field, empty) for path in paths]
-    parts = [(0.0, i) for i in range(len(paths))]  # of each file: how much was read, from 0 to 1
-    while parts:
-        part, i = parts[0]
+    heap = [(0.0, i) for i in range(len(paths))]  # (fraction read, file)
+    while heap:
+        fraction, i = heap[0]
         text = next(readers[i], None)
         if text is None:
-            heapq.heappop(parts)
+            heapq.heappop(heap)
         else:
-            heapq.heapreplace(parts, (part + len(text.encode()) / sizes[i], i))
+            heapq.heapreplace(heap, (fraction + len(text.encode()) / sizes[i], i))
             yield text
 
 
@@ -387,8 +393,9 @@ def field_documents(path: Path, text_field: str) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts may hold
-    U+2028 and the like, which str.splitlines would break. A file that ends early is an error."""
+    """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts
+    may hold U+2028 and the like, which str.splitlines would break. A file that ends early is an
+    error."""
     number = 0
     try:
         with open_lines(path) as f:
@@ -402,6 +409,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_lines(path: Path) -> BinaryIO:
+    """A plain, .gz or .zst file, unpacked; an empty archive ends the script."""
     if path.name.endswith((".gz", ".zst")) and not path.stat().st_size:
         fail(f"{path} is empty; fetch it again")
     if path.name.endswith(".gz"):
@@ -414,6 +422,7 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """{column: value} of each row; a missing column ends the script."""
     import pyarrow
     import pyarrow.parquet
 
@@ -431,9 +440,10 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any
 
 
 def text_documents(path: Path) -> Iterator[str]:
-    """Documents of a text file: parted by lines that hold only <|endoftext|>, and cut at a blank line (else
-    at a line) into sections of at most TEXT_SECTION characters, a longer single line excepted."""
-    section: list[str] = []
+    """Documents of a text file: it is split at lines that hold only <|endoftext|>, and cut at a
+    blank line (else at a line) into chunks of at most TEXT_CHUNK characters, a longer single line
+    excepted."""
+    chunk: list[str] = []
     length = 0
     warned = False
     for line in read_lines(path):
@@ -442,21 +452,21 @@ def text_documents(path: Path) -> Iterator[str]:
             warned = True
             print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
         if text.strip() == "<|endoftext|>":
-            if section:
-                yield "".join(section)
-            section = []
+            if chunk:
+                yield "".join(chunk)
+            chunk = []
             length = 0
             continue
-        while section and length + len(text) > TEXT_SECTION:
-            blank = [i for i, s in enumerate(section) if not s.strip()]
-            cut = blank[-1] + 1 if blank and blank[-1] >= len(section) // 4 else len(section)
-            yield "".join(section[:cut])
-            section = section[cut:]
-            length = sum(map(len, section))
-        section.append(text)
+        while chunk and length + len(text) > TEXT_CHUNK:
+            blank = [i for i, s in enumerate(chunk) if not s.strip()]
+            cut = blank[-1] + 1 if blank and blank[-1] >= len(chunk) // 4 else len(chunk)
+            yield "".join(chunk[:cut])
+            chunk = chunk[cut:]
+            length = sum(map(len, chunk))
+        chunk.append(text)
         length += len(text)
-    if section:
-        yield "".join(section)
+    if chunk:
+        yield "".join(chunk)
 
 
 # ==== the Python standard library
@@ -466,9 +476,14 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
+def stdlib_identity() -> list[str]:
+    """What tells that the text of `stdlib` is another one."""
+    return ["stdlib", platform.python_version()]
+
+
 def stdlib_files() -> list[str]:
-    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed packages, tests,
-    demos, character maps, or other files that are mostly generated tables."""
+    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed
+    packages, tests, demos, character maps, or other files that are mostly generated tables."""
     skip = set("site-packages dist-packages test tests __pycache__ idlelib turtledemo _bundled".split())
     generated = {"pydoc_data/topics.py", "html/entities.py"}
     root = stdlib_root()
@@ -487,8 +502,8 @@ def is_val_file(name: str) -> bool:
 
 
 def stdlib_documents(part: str) -> Iterator[str]:
-    """Sections of the "train" or "val" files, in an order that a fixed seed shuffled."""
-    sections: list[str] = []
+    """Chunks of the "train" or "val" files, in an order that a fixed seed shuffled."""
+    chunks: list[str] = []
     for name in stdlib_files():
         if is_val_file(name) != (part == "val"):
             continue
@@ -496,9 +511,9 @@ def stdlib_documents(part: str) -> Iterator[str]:
         # Half of encodings/ are generated character maps, which hold these names.
         if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
             continue
-        sections += cut_sections(text, STDLIB_SECTION)
-    random.Random(20240520).shuffle(sections)
-    return map(clean, sections)
+        chunks += cut_chunks(text, STDLIB_CHUNK)
+    random.Random(20240520).shuffle(chunks)
+    return map(clean, chunks)
 
 
 # ==== flags
@@ -507,23 +522,22 @@ def stdlib_documents(part: str) -> Iterator[str]:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
-    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
+    kinds = "text to read: stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
     add("--source", required=True, help=kinds)
-    add("--text-field", default="text", help="JSON field or parquet column that holds the text")
-    add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face [%(default)s]")
-    add("--max-documents", type=int, help="documents to read, at most")
-    add("--max-bytes", type=int, help="bytes of text to read, at most")
-    side_by_side = "read local files side by side, not one after the other"
-    add("--interleave", action="store_true", help=side_by_side)
+    add("--text-field", default="text", help="JSON field or parquet column of the text [%(default)s]")
+    add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")
+    add("--max-documents", type=int, help="maximum number of documents (default: all)")
+    add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
+    add("--interleave", action="store_true", help="local files side by side, not one after the other")
 
 
-def check_flags(args: argparse.Namespace, **least: int) -> None:
-    """Ends the script if a number of add_source_flags is below 1, or a flag named here below its least value."""
-    least = {"max_files": 1, "max_documents": 1, "max_bytes": 1, **least}
-    for flag, smallest in least.items():
+def check_flags(args: argparse.Namespace, **minimums: int) -> None:
+    """Ends the script if a number of add_source_flags is below 1, or a flag named here below its minimum."""
+    minimums = {"max_files": 1, "max_documents": 1, "max_bytes": 1, **minimums}
+    for flag, minimum in minimums.items():
         value = getattr(args, flag, None)
-        if value is not None and value < smallest:
-            fail(f"--{flag.replace('_', '-')} must be at least {smallest}, found {value}")
+        if value is not None and value < minimum:
+            fail(f"--{flag.replace('_', '-')} must be at least {minimum}, found {value}")
     fraction = getattr(args, "val_fraction", 0.01)
     if not 0 < fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
@@ -532,12 +546,12 @@ def check_flags(args: argparse.Namespace, **least: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show documents of a source.")
     add_source_flags(parser)
-    parser.add_argument("--split", choices=["train", "val"], default="train")
-    parser.add_argument("--show", type=int, default=3, help="documents to print [%(default)s]")
+    parser.add_argument("--split", choices=["train", "val"], default="train", help="split [%(default)s]")
+    parser.add_argument("--show", type=int, default=3, help="number of documents to print [%(default)s]")
     args = parser.parse_args()
     check_flags(args)
-    source = open_text(TextSettings.of(args))
-    documents = getattr(source, args.split)()
+    source = Source.of(args)
+    documents = source.train() if args.split == "train" else source.val()
     for i, text in enumerate(islice(documents, args.show)):
         print(f"--- document {i}: {len(text)} characters\n{text}")
 

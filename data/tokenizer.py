@@ -6,8 +6,8 @@
     python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json
 
-tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of each
-token's bytes; the index is the id and the merge rank], "special_tokens": {name: id}}.
+tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of
+each token's bytes; the index is the id and the merge rank], "special_tokens": {name: id}}.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import tiktoken
 import tiktoken.load
-from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
-from sources import TextSettings, add_source_flags, check_flags, clean, open_text
+from dataset import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
+from sources import Source, add_source_flags, check_flags, clean
 
 FORMAT = "decoderstack-tokenizer-1"
 ROLES = ("user", "assistant", "python", "output")
 SPECIAL_TOKENS = ["<|bos|>", *(f"<|{role}_{end}|>" for role in ROLES for end in ("start", "end"))]
-# GPT-4's split pattern with one change: digits in groups of one or two instead of up to three, which spends
-# fewer of a small vocabulary's entries on numbers (published for a 12-layer model: 0.965 bits per byte with
-# two, 0.969 with one, 0.972 with three).
+# GPT-4's split pattern with one change: digits in groups of one or two instead of up to three,
+# which spends fewer of a small vocabulary's entries on numbers (published for a 12-layer model:
+# 0.965 bits per byte with two, 0.969 with one, 0.972 with three).
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|"
     r"\s*[\r\n]|\s+(?!\S)|\s+"
@@ -48,12 +48,12 @@ PATTERNS = {
     "gpt2": GPT2_PATTERN,
 }
 VOCAB_SIZE = 32_768
-DOC_CAP = 10_000  # characters of a document that are trained on, so that no book shapes the merges
+DOC_CAP = 10_000  # maximum characters of a document to train on, so that no book shapes the merges
 MAX_CHARS = 2_000_000_000
-AGAIN = "train it again with data/tokenizer.py"
+HINT = "train it again with data/tokenizer.py"
 PIECE = 100_000  # characters of a text that is too much for the split regex at once
-# A text for trying a pattern: many characters, some prose, and runs of each printable character, which a pattern
-# that backtracks would split in too many ways.
+# A text for trying a pattern: many characters, some prose, and runs of each printable character,
+# which a pattern that backtracks would split in too many ways.
 TEST_TEXT = "".join(map(chr, range(0x250))) + (
     "The quick brown fox's 12,345.67 jumps\r\n\r\n  over\t\tthe lazy dog!? \u2028 \u00e9 e\u0301 "
     "\u4f60\u597d \u0417\u0434\u0440 \u0645\u0631 \U0001f600\u200d \ufffd <|bos|> "
@@ -72,26 +72,27 @@ def train(
     import rustbpe
 
     check_vocab_size(vocab_size)
-    wanted = vocab_size - len(SPECIAL_TOKENS)
+    num_ranks = vocab_size - len(SPECIAL_TOKENS)
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(cap(documents, max_chars, doc_cap), wanted, pattern=pattern)
+    trainer.train_from_iterator(truncate(documents, max_chars, doc_cap), num_ranks, pattern=pattern)
     pairs = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     # Two merge paths can spell the same bytes; for tiktoken the second would be dead.
     ranks = list(dict.fromkeys(bytes(token) for token, _ in pairs))
-    if len(ranks) < wanted:
-        most = len(ranks) + len(SPECIAL_TOKENS)
-        fail(f"the text is too small for --vocab-size {vocab_size}: only {most} entries; give more text or that size")
-    special = {name: wanted + i for i, name in enumerate(SPECIAL_TOKENS)}
+    if len(ranks) < num_ranks:
+        limit = len(ranks) + len(SPECIAL_TOKENS)
+        fail(f"the text is too small for --vocab-size {vocab_size}: only {limit} entries; give more text or that size")
+    special = {name: num_ranks + i for i, name in enumerate(SPECIAL_TOKENS)}
     return make_spec(pattern, ranks, special)
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    least = 256 + len(SPECIAL_TOKENS)
-    if not least <= vocab_size <= MAX_VOCAB:
-        fail(f"--vocab-size {vocab_size} is out of range; give {least} to {MAX_VOCAB}")
+    """Ends the script unless a vocabulary of this size holds all bytes and special tokens, and fits into uint16."""
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if not smallest <= vocab_size <= MAX_VOCAB:
+        fail(f"--vocab-size {vocab_size} is out of range; give {smallest} to {MAX_VOCAB}")
 
 
-def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
+def truncate(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
     """The beginning of each document, up to max_chars characters in all."""
     left = max_chars
     for text in documents:
@@ -103,6 +104,7 @@ def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]
 
 
 def make_spec(pattern: str, ranks: list[bytes], special: dict[str, int]) -> dict[str, Any]:
+    """The content of tokenizer.json."""
     encoded = [base64.b64encode(token).decode() for token in ranks]
     return {"format": FORMAT, "pattern": pattern, "ranks": encoded, "special_tokens": special}
 
@@ -119,25 +121,25 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         ranks = [base64.b64decode(text, validate=True) for text in value["ranks"]]
         ids = sorted(special.values())
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        fail(f"{path} is damaged ({problem!r}); {AGAIN}")
+        fail(f"{path} is damaged ({problem!r}); {HINT}")
     every_byte = {bytes([b]) for b in range(256)}
     if not every_byte <= set(ranks) or b"" in ranks or len(set(ranks)) < len(ranks):
-        fail(f"{path} is damaged: its ranks must differ and hold all bytes; {AGAIN}")
+        fail(f"{path} is damaged: its ranks must differ and hold all bytes; {HINT}")
     end = len(ranks) + len(special)
     if end > MAX_VOCAB or ids != list(range(len(ranks), end)):
-        fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {AGAIN}")
+        fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {HINT}")
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
-        fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {AGAIN}")
+        fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {HINT}")
     if problem := pattern_problem(pattern):
-        fail(f"{path} is damaged: {problem}; {AGAIN}")
+        fail(f"{path} is damaged: {problem}; {HINT}")
     return pattern, ranks, special
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Whether tiktoken compiles the pattern, and no character of a text is lost.
+    """What is wrong with a pattern: tiktoken does not compile it, or text is lost; else None.
 
-    It is tried with a vocabulary of single bytes. The empty entry is for patterns that match nothing at some place:
-    tiktoken would crash there if it did not find the empty piece.
+    It is tried with a vocabulary of single bytes. The empty entry is for patterns that match
+    nothing at some place: tiktoken would crash there if it did not find the empty piece.
     """
     ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
     try:
@@ -173,9 +175,10 @@ def token_bytes(path: str | Path) -> np.ndarray:
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """uint16 [n]: the tokens of encode_ordinary, so special tokens spelled in the text stay text.
 
-    encode_to_numpy with nothing allowed and nothing disallowed gives just these, but spares the list of
-    Python integers (20 % faster). The split regex overflows its stack on a run of about a million blanks; a
-    text with such a run is encoded in pieces, which changes only tokens at their seams.
+    encode_to_numpy with nothing allowed and nothing disallowed gives just these, but spares the
+    list of Python integers (20 % faster). The split regex overflows its stack on a run of about a
+    million blanks; a text with such a run is encoded in pieces, which changes only tokens at their
+    seams.
     """
     try:
         tokens = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
@@ -239,8 +242,8 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
 
 
 def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
-    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and the share
-    of the tokens produced that are not valid UTF-8 alone (parts of a character)."""
+    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and
+    the fraction of the tokens that are not valid UTF-8 alone (parts of a character)."""
     encoding = load(path)
     ranks = read_spec(path)[1]
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)
@@ -264,12 +267,13 @@ def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
         "bytes_per_token": size / total,
         "tokens_per_word": total / words,
         "seconds": seconds,
-        "partial_utf8_share": int(counts[: len(ranks)][is_part].sum()) / total,
+        "partial_utf8_fraction": int(counts[: len(ranks)][is_part].sum()) / total,
     }
 
 
 def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
-    what = "split pattern of a new tokenizer (default gpt4)"
+    """--pattern, which pretrain.py has too."""
+    what = "split pattern of a new tokenizer (default: gpt4)"
     parser.add_argument("--pattern", choices=PATTERNS, help=what)
 
 
@@ -285,11 +289,12 @@ def main() -> None:
         sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
     elif args.command == "eval":
-        source = open_text(TextSettings.of(args))
-        print(json.dumps(evaluate(args.tokenizer, getattr(source, args.split)())))
+        source = Source.of(args)
+        documents = source.train() if args.split == "train" else source.val()
+        print(json.dumps(evaluate(args.tokenizer, documents)))
     else:
         start = time.perf_counter()
-        documents = open_text(TextSettings.of(args)).train()
+        documents = Source.of(args).train()
         pattern = PATTERNS[args.pattern or "gpt4"]
         spec = train(documents, args.vocab_size, args.max_chars, args.doc_cap, pattern)
         sha = write_json(args.out, spec)
@@ -305,25 +310,25 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(p)
     add_pattern_flag(p)
     add = p.add_argument
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, specials too [%(default)s]")
+    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, special tokens included [%(default)s]")
     add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on [%(default)s]")
-    add("--doc-cap", type=int, default=DOC_CAP, help="characters of each document [%(default)s]")
-    add("--val-fraction", type=float, default=0.01, help="part of local text to omit [%(default)s]")
-    add("--out", required=True, type=Path, help="tokenizer.json to write")
+    add("--doc-cap", type=int, default=DOC_CAP, help="maximum characters of a document [%(default)s]")
+    add("--val-fraction", type=float, default=0.01, help="held-out fraction of local files [%(default)s]")
+    add("--out", required=True, type=Path, help="path of the new tokenizer.json")
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
-    p.add_argument("--tokenizer", required=True, type=Path, help="a tokenizer.json")
-    p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="to split")
+    p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
+    p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="text to split")
 
     p = commands.add_parser("eval", help="measure a tokenizer on a source's validation documents")
     add_source_flags(p)
-    p.add_argument("--tokenizer", required=True, type=Path, help="a tokenizer.json")
-    p.add_argument("--split", choices=["train", "val"], default="val")
+    p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
+    p.add_argument("--split", choices=["train", "val"], default="val", help="split [%(default)s]")
 
     p = commands.add_parser("gpt2", help="convert GPT-2's vocabulary")
-    p.add_argument("--vocab-bpe", type=Path, help="GPT-2's file (default: downloaded)")
-    p.add_argument("--encoder-json", type=Path, help="GPT-2's file (default: downloaded)")
-    p.add_argument("--out", required=True, type=Path, help="tokenizer.json to write")
+    p.add_argument("--vocab-bpe", type=Path, help="path of GPT-2's file (default: downloaded)")
+    p.add_argument("--encoder-json", type=Path, help="path of GPT-2's file (default: downloaded)")
+    p.add_argument("--out", required=True, type=Path, help="path of the new tokenizer.json")
 
     args = parser.parse_args()
     check_flags(args, max_chars=1, doc_cap=1)

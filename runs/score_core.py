@@ -4,7 +4,7 @@
     python runs/score_core.py out/RUN --limit 200           the first 200 examples of each task, an estimate of CORE
     torchrun --standalone --nproc_per_node=8 runs/score_core.py out/RUN
 
-data/core.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - chance) / (1 - chance),
+data/core_tasks.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - chance) / (1 - chance),
 where chance is the accuracy of a random guess. The table goes to core.csv in the run directory, the score to its
 result.json and, as one JSON object, to the last line on stdout. For an earlier checkpoint or an unfinished run there is
 only a table, core_step_N.csv; so it is with --limit (core_limit_N.csv), as the mean is no CORE then. This executes the
@@ -61,7 +61,7 @@ def core_files(dataset) -> dict[str, str]:
 
 
 def read_task(path: Path, sha256: str, limit: int | None, max_seq_len: int) -> ChoiceTask:
-    """Reads a file of data/core.py.
+    """Reads a file of data/core_tasks.py.
 
     Args:   limit: number of examples to keep, None: all; max_seq_len: longer choices lose their beginning
     Raises: RunError if the file is missing or not the one listed in dataset.json
@@ -69,7 +69,7 @@ def read_task(path: Path, sha256: str, limit: int | None, max_seq_len: int) -> C
     content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != sha256:
         state = "corrupt: its sha256 is not the one in dataset.json" if content else "missing"
-        raise RunError(f"{path} is {state}; make the CORE files again with python data/core.py")
+        raise RunError(f"{path} is {state}; make the CORE files again with python data/core_tasks.py")
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = dict(file)
     meta = json.loads(arrays["meta"].tobytes())
@@ -121,7 +121,7 @@ def score_run(args: argparse.Namespace) -> dict:
     model = run.model
     dataset = open_dataset(run.script, args.data or run.config.data, args.run_dir)
     if not core_files(dataset):
-        command = f"python data/core.py --download --data {dataset.root}"
+        command = f"python data/core_tasks.py --download --data {dataset.root}"
         raise RunError(f"{dataset.root} has no CORE tasks; run {command}, or name another dataset with --data")
     bos_id = dataset.tokenizer.bos_id
     max_seq_len = model.config.max_seq_len

@@ -50,7 +50,7 @@ if [[ $smoke ]]; then
 else
   python data/pretrain.py --source climbmix --max-files 140 --out "$data"
   if ! compgen -G "$data/core/*.npz" >/dev/null; then
-    python data/core.py --download --data "$data"
+    python data/core_tasks.py --download --data "$data"
   fi
 fi
 

@@ -138,9 +138,9 @@ if grep -q '"core/' "$data/dataset.json"; then
   echo "=== core: $data has the tasks"
 elif [[ $smoke && -z $bundle ]]; then
   echo "=== core: skipped, because a smoke test downloads nothing and there is no --bundle"
-elif ! stage core python data/core.py "${core[@]}" --data "$data" --max-seq-len "$context"; then
+elif ! stage core python data/core_tasks.py "${core[@]}" --data "$data" --max-seq-len "$context"; then
   [[ -z $bundle ]] || exit 1 # the user's own file is wrong
-  echo "=== core: skipped, because data/core.py failed (see above); if it could not download the bundle, use --bundle"
+  echo "=== core: skipped, because data/core_tasks.py failed (see above); if it could not download the bundle, use --bundle"
 fi
 
 # -- pretraining and CORE

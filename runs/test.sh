@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the test requirements, checks style (ruff) and budgets of lines (dev/readability.py), and runs the
-# tests that need no GPU.
+# Sets up .venv with the test requirements, checks style (ruff) and runs the tests that need no GPU.
 # Arguments are passed to pytest:  bash runs/test.sh tests/test_model.py -k cache
 # Time: 4 to 9 minutes on two cores, plus the first installation. It uses up to 4 cores, one test file each.
 # Result: the last line of pytest, and its exit code.
@@ -11,5 +10,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/lib/setup.sh
 setup requirements-test.txt
 ruff check .
-python dev/readability.py --check >/dev/null
 exec python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -31,12 +31,12 @@ if not torch.cuda.is_available():  # before triton is imported anywhere: its ker
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import export
-import format
 import sft
 import tokenizer
 import torch._dynamo
 import train_medium as tm
 import train_small as ts
+from dataset import write_json
 from safetensors.torch import load_file
 
 from processes import write_python
@@ -468,7 +468,7 @@ def segments(batch: ts.Batch, row: int):
 def bpe(tmp_path_factory) -> Path:
     """A tokenizer of 900 entries, trained on code that stays as it is: ids are the same with every Python."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    format.write_json(path, tokenizer.train(iter(frozen_code()), 900))
+    write_json(path, tokenizer.train(iter(frozen_code()), 900))
     return path
 
 

@@ -24,9 +24,11 @@ from urllib.parse import unquote, urlparse
 from processes import python
 
 HUB = Path(__file__).resolve().parents[1] / "data" / "hub.py"
-# huggingface_hub waits up to 8 s before it tries again, here a tenth of that.
+# huggingface_hub waits up to 8 s before it tries again, here a tenth of that, and writes pieces of 10 MB, here 0.1 MB.
 IN_A_HURRY = """
 import os, runpy, sys, time
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 100_000
 sleep = time.sleep
 time.sleep = lambda seconds: sleep(seconds / 10)
 del sys.argv[0]

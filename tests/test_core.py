@@ -93,13 +93,13 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(bundle, tmp_path_factory):
-    """A dataset directory with core files. dataset.json is completed so that data/format.py accepts it."""
+    """A dataset directory with core files. dataset.json is completed so that data/dataset.py accepts it."""
     root = write_dataset(tmp_path_factory.mktemp("core") / "data", hashes=False)
     for name in ("tokenizer", "dataset"):
         content = {"format": f"decoderstack-{name}-1", **json.loads((root / f"{name}.json").read_text())}
         (root / f"{name}.json").write_text(json.dumps(content))
     list_files(root, documents=1)
-    done = python("data/core.py", "--bundle", bundle, "--data", root)
+    done = python("data/core_tasks.py", "--bundle", bundle, "--data", root)
     assert done.returncode == 0, done.stderr
     return root
 
@@ -270,7 +270,7 @@ def test_one_graph(data, model, monkeypatch):
 def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
     """The first N items score alike in a full run, in a limited one, and in files that hold N items only."""
     root = shutil.copytree(data, tmp_path / "data")
-    assert python("data/core.py", "--bundle", bundle, "--data", root, "--items", 5).returncode == 0
+    assert python("data/core_tasks.py", "--bundle", bundle, "--data", root, "--items", 5).returncode == 0
     for label in ("arc_easy", "squad", "agi_eval_lsat_ar"):
         full, scores = packed(model, data, label)
         for where in (data, root):
@@ -287,7 +287,7 @@ def test_mistakes(data, bundle, tmp_path):
         (tmp_path, data, "no core.yaml"),
         (bundle, tmp_path, "dataset.json"),
     ):
-        done = python("data/core.py", "--bundle", bundle_dir, "--data", root)
+        done = python("data/core_tasks.py", "--bundle", bundle_dir, "--data", root)
         assert done.returncode == 1 and words in done.stderr and done.stderr.startswith("error: ")
     with pytest.raises(score_core.RunError, match="corrupt"):
         score_core.read_task(data / "core/copa.npz", "0" * 64, None, LENGTH)
@@ -383,7 +383,7 @@ def test_mistakes_of_the_command(data, trained, tmp_path):
     info["files"]["core/copa.npz"] = {"sha256": ""}
     (other / "dataset.json").write_text(json.dumps(info))
     for flags, words in (
-        (("--data", bare), f"python data/core.py --download --data {bare}"),
+        (("--data", bare), f"python data/core_tasks.py --download --data {bare}"),
         (("--data", other), "another tokenizer"),
         (("--step", 99), "step 99"),
     ):

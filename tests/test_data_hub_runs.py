@@ -5,13 +5,13 @@ import re
 import shutil
 from pathlib import Path
 
-import format
+import dataset
 import hub as data_hub
 import pytest
 import train_small as ts
 
 from conftest import ROOT, TINY, sets, write_dataset
-from hub_stub import run_hub, start_hub
+from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
 
 STEP = "checkpoints/step_000004"
@@ -64,7 +64,10 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     assert not (run_dir / "run.json").exists()
 
     out = tmp_path / "out"
-    assert f"execute {out}/train_small.py: read it first" in run_hub(hub, "download-run", "me/run", "--out", out)
+    error = run_hub(hub, "download-run", "me/run", "--out", out, code=1)
+    assert f"read it at {hub.url}/me/run/blob/{COMMIT}/train_small.py, then add --revision {COMMIT} --trust" in error
+    assert not contents(out), "nothing comes without consent"
+    run_hub(hub, "download-run", "me/run", "--out", out, "--revision", COMMIT, "--trust")
     mine = contents(run_dir)
     assert contents(out) == {**{name: mine[name] for name in FILES}, "run.json": hub.repos["me/run"]["run.json"]}
     assert ts.newest_whole(out, pytest.fail) == out / STEP
@@ -76,7 +79,7 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     run_hub(hub, "upload-run", run_dir, "me/run")
     assert not [request for request in hub.requests if request[0] == "PUT"]
     hub.requests.clear()
-    assert f"{len(FILES)} were there already" in run_hub(hub, "download-run", "me/run", "--out", out)
+    assert f"{len(FILES)} were there already" in run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
@@ -84,30 +87,30 @@ def test_an_interrupted_download_goes_on(hub, run_dir, tmp_path):
     run_hub(hub, "upload-run", run_dir, "me/run")
     out = tmp_path / "out"
     hub.corrupt["log.jsonl"] = -1
-    error = run_hub(hub, "download-run", "me/run", "--out", out, code=1)
-    good = format.sha256_file(run_dir / "log.jsonl")
+    error = run_hub(hub, "download-run", "me/run", "--out", out, "--trust", code=1)
+    good = dataset.sha256_file(run_dir / "log.jsonl")
     assert f"log.jsonl of me/run is not what run.json lists (sha256 {good})" in error
     assert (out / "config.json").exists() and not (out / "log.jsonl").exists() and not (out / "run.json").exists()
     hub.corrupt.clear()
     hub.break_after[f"{STEP}/model.safetensors"] = 1000
-    run_hub(hub, "download-run", "me/run", "--out", out)
+    run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
     assert ts.newest_whole(out, pytest.fail) == out / STEP and contents(out).keys() == FILES | {"run.json"}
 
 
 def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):
-    """A damaged one is passed over; with no whole one nothing is sent."""
+    """A damaged one is skipped; with no complete one nothing is sent."""
     (run_dir / STEP / "model.safetensors").write_bytes(b"damaged")
-    assert "passed over" in run_hub(hub, "upload-run", run_dir, "me/run")
+    assert "skipped" in run_hub(hub, "upload-run", run_dir, "me/run")
     sent = {name for name in hub.repos["me/run"] if name.startswith("checkpoints/")}
     assert sent == {f"checkpoints/step_000002/{name}" for name in data_hub.CHECKPOINT}
     shutil.rmtree(run_dir / "checkpoints/step_000002")
-    assert "has no whole checkpoint" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
+    assert "has no complete checkpoint" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
     assert "me/new" not in hub.repos
 
 
 def test_what_is_no_run_is_not_sent(hub, run_dir, tmp_path):
     assert "no run directory" in run_hub(hub, "upload-run", tmp_path / "none", "me/new", code=1)
-    with format.lock_folder(run_dir):  # as training does
+    with dataset.lock_folder(run_dir):  # as training does
         assert "another process is writing" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
     (run_dir / "train_small.py").unlink()
     assert "must list one script" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
@@ -131,7 +134,8 @@ def test_other_folders_stay_as_they_are(hub, run_dir, tmp_path):
     (other / "notes.txt").write_text("mine")
     for folder in (run_dir, other):
         before = contents(folder)
-        assert "something else than this run" in run_hub(hub, "download-run", "me/run", "--out", folder, code=1)
+        error = run_hub(hub, "download-run", "me/run", "--out", folder, "--trust", code=1)
+        assert "something else than this run" in error
         assert contents(folder) == before
 
 

@@ -1,6 +1,7 @@
 """The one-command script: a plain reference, resuming after kill -9, hosted shards, user errors."""
 
 import errno
+import functools
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import format
+import dataset
 import numpy as np
 import pretrain
 import pytest
@@ -18,6 +19,7 @@ import sources
 import tokenizer
 
 from conftest import write_shard
+from processes import python
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -40,8 +42,7 @@ def command(*args: object) -> list[str]:
     return [sys.executable, str(DATA / "pretrain.py"), *map(str, args)]
 
 
-def run(*args: object) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120)
+run = functools.partial(python, DATA / "pretrain.py")
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -67,7 +68,7 @@ def corpus(tmp_path_factory) -> Path:
     texts = make_texts(1500)
     write_jsonl(folder / "train.jsonl", [*texts[:700], "", " \n", *texts[700:]])
     write_jsonl(folder / "val.jsonl", make_texts(80, seed=1))
-    format.write_json(folder / "tokenizer.json", tokenizer.train(texts, 450))
+    dataset.write_json(folder / "tokenizer.json", tokenizer.train(texts, 450))
     result = run(*settings(folder, "plain"), "--workers", 1)
     assert result.returncode == 0, result.stderr
     assert "skipped 2 empty documents" in result.stdout
@@ -83,38 +84,38 @@ def settings(corpus: Path, name: str) -> list[object]:
 
 def test_a_document_may_fill_its_shard(corpus, tmp_path):
     """A shard closes before the document that would take it over its size, and holds one that just fits."""
-    progress = {"shards": {"train": []}, "complete": []}
+    progress = pretrain.Progress(tmp_path, {})
     encoder = pretrain.Encoder(corpus / "tokenizer.json", workers=1)
-    writer = pretrain.ShardWriter(tmp_path, "train", encoder, progress, 60)
+    writer = pretrain.ShardWriter("train", encoder, progress, 60)
     for length in (30, 30, 30, 29, 2, 90, 60, 1):
         writer.add(np.full(length, 441, np.uint16), 1)
     writer.close()
-    assert [shard["tokens"] for shard in progress["shards"]["train"]] == [60, 59, 2, 90, 60, 1]
+    assert [shard["tokens"] for shard in progress.shards["train"]] == [60, 59, 2, 90, 60, 1]
 
 
 def test_equals_a_plain_reference(corpus):
     """Token for token what the simplest possible code gives, and shards cut only between documents."""
     encoding = tokenizer.load(corpus / "tokenizer.json")
-    dataset = format.read_dataset(corpus / "plain")
-    sha = format.sha256_file(corpus / "tokenizer.json")
-    assert dataset["tokenizer_sha256"] == sha == format.sha256_file(corpus / "plain/tokenizer.json")
-    assert (dataset["bos_id"], dataset["vocab_size"], dataset["name"]) == (441, 450, "x")
-    assert dataset["sources"] == ["train.jsonl", "val.jsonl (val)"]
+    info = dataset.read_dataset(corpus / "plain")
+    sha = dataset.sha256_file(corpus / "tokenizer.json")
+    assert info["tokenizer_sha256"] == sha == dataset.sha256_file(corpus / "plain/tokenizer.json")
+    assert (info["bos_id"], info["vocab_size"], info["name"]) == (441, 450, "x")
+    assert info["sources"] == ["train.jsonl", "val.jsonl (val)"]
     for split, texts in (("train", make_texts(1500)), ("val", make_texts(80, seed=1))):
         expected = [t for text in texts for t in [441, *encoding.encode_ordinary(text)]]
         paths = sorted((corpus / "plain/pretrain").glob(f"{split}_*.bin"))
-        shards = [format.read_shard(path, verify=True) for path in paths]
+        shards = [dataset.read_shard(path, verify=True) for path in paths]
         assert np.concatenate(shards).tolist() == expected
         assert all(shard[0] == 441 and len(shard) <= 60_000 for shard in shards)
         assert [p.name for p in paths] == [f"{split}_{i:06d}.bin" for i in range(len(paths))]
         size = sum(len(t.encode()) for t in texts)
-        assert dataset["splits"][split] == {"tokens": len(expected), "documents": len(texts), "text_bytes": size}
+        assert info["splits"][split] == {"tokens": len(expected), "documents": len(texts), "text_bytes": size}
         for path, shard in zip(paths, shards, strict=True):
-            entry = dataset["files"][f"pretrain/{path.name}"]
-            assert entry["sha256"] == format.sha256_file(path) and entry["tokens"] == len(shard)
+            entry = info["files"][f"pretrain/{path.name}"]
+            assert entry["sha256"] == dataset.sha256_file(path) and entry["tokens"] == len(shard)
             assert entry["bytes"] == path.stat().st_size == 1024 + 2 * len(shard)
             assert entry["documents"] == int((shard == 441).sum())
-            header = format.read_header(path)
+            header = dataset.read_header(path)
             assert (header["bos_id"], header["vocab_size"], header["tokenizer_sha256"]) == (441, 450, sha)
     assert len(list((corpus / "plain/pretrain").glob("train_*.bin"))) > 5
 
@@ -154,14 +155,13 @@ def test_every_writer_heeds_the_lock(corpus, tmp_path):
         ("pretrain.py", *settings(corpus, "plain")),
         ("pretrain.py", "--source", "pypi:p34", "--out", out),
         ("sft.py", "--data", out, "--source", "addition:50"),
-        ("core.py", "--data", out, "--bundle", "none"),
+        ("core_tasks.py", "--data", out, "--bundle", "none"),
         ("hub.py", "download", "me/x", "--out", out),
     )
     env = {**os.environ, "DECODERSTACK_WHEELS": str(tmp_path / "wheels")}
-    with format.lock_folder(out):
+    with dataset.lock_folder(out):
         for name, *flags in commands:
-            argv = [sys.executable, str(DATA / name), *map(str, flags)]
-            result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+            result = python(DATA / name, *flags, env=env)
             expect_error(result, f"another process is writing to {out}; wait until it ends")
     assert snapshot(out) == before and not (tmp_path / "wheels").exists()
 
@@ -188,13 +188,13 @@ def test_every_stop_gives_the_same_bytes(corpus, tmp_path, monkeypatch, problem)
         # Some further write each time, so that every one of them is hit.
         left = 3 + stops % 4
         try:
-            format.run(pretrain.main)
+            dataset.run(pretrain.main)
         except SystemExit as end:
             assert "stopped" in end.code or "error: the disk is full" in end.code
         stops += 1
         assert stops < 50 and not list(out.rglob("*.tmp"))
         for path in out.rglob("*.bin"):
-            format.read_shard(path, verify=True)
+            dataset.read_shard(path, verify=True)
     assert stops > 4 and snapshot(out) == snapshot(corpus / "plain")
 
 
@@ -207,7 +207,7 @@ def test_interleaved_files(corpus, tmp_path):
     result = run(*flags, "--interleave")
     assert result.returncode == 0, result.stderr
     encoding = tokenizer.load(corpus / "tokenizer.json")
-    tokens = format.read_shard(out / "pretrain/train_000000.bin").tolist()
+    tokens = dataset.read_shard(out / "pretrain/train_000000.bin").tolist()
     texts = encoding.decode(tokens).split(encoding.decode([441]))[1:]
     assert len(texts) == 60 and all(texts[i : i + 6].count(short[0]) in (1, 2, 3) for i in range(0, 60, 6))
     assert "already complete" in run(*flags, "--interleave").stdout
@@ -223,7 +223,7 @@ def test_second_run_and_other_settings(corpus):
     changed = ["--source", corpus / "val.jsonl", "--val-source", "stdlib"]
     expect_error(run(*settings(corpus, "plain"), *changed), "source files")
     other = corpus / "other.json"
-    format.write_json(other, tokenizer.train(make_texts(300), 300))
+    dataset.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
     assert snapshot(corpus / "plain") == before
 
@@ -239,7 +239,7 @@ def test_a_corrected_line_does_not_cost_the_finished_shards(corpus, tmp_path, is
     flags = [*settings(corpus, "x"), "--source", source, "--workers", 1, "--out"]
     expect_error(run(*flags, out), "train.jsonl line 1201: it is not valid JSON")
 
-    shards = format.read_json(out / "progress.json")["shards"]["train"]
+    shards = dataset.read_json(out / "progress.json")["shards"]["train"]
     assert len(shards) > 4
     kept = shards
     if is_changed:
@@ -264,11 +264,11 @@ def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
     assert run(*flags, tmp_path / "a").returncode == 0
     (tmp_path / "a").rename(tmp_path / "b")
     assert "already complete" in run(*flags, tmp_path / "b").stdout
-    assert format.read_dataset(tmp_path / "b")["name"] == "a"
+    assert dataset.read_dataset(tmp_path / "b")["name"] == "a"
     (tmp_path / "b/dataset.json").unlink()
     (tmp_path / "b").rename(tmp_path / "c")
     assert run(*flags, tmp_path / "c").returncode == 0
-    assert format.read_dataset(tmp_path / "c")["name"] == "c"
+    assert dataset.read_dataset(tmp_path / "c")["name"] == "c"
     expect_error(run(*flags, tmp_path / "c", "--name", "other"), "--name")
 
 
@@ -280,8 +280,8 @@ def test_a_pattern_by_name(tmp_path):
         out = tmp_path / name
         more = ["--pattern", name] if name != "gpt4" else []
         assert run(*flags, *more, "--out", out).returncode == 0
-        assert format.read_dataset(out)["pattern"] == name
-        assert format.read_json(out / "tokenizer.json")["pattern"] == tokenizer.PATTERNS[name]
+        assert dataset.read_dataset(out)["pattern"] == name
+        assert dataset.read_json(out / "tokenizer.json")["pattern"] == tokenizer.PATTERNS[name]
     expect_error(run(*flags, "--pattern", "qwen2", "--out", tmp_path / "llama3"), "--pattern", "qwen2")
     given = ["--tokenizer", tmp_path / "gpt4/tokenizer.json", "--out", tmp_path / "other"]
     expect_error(run(*flags, "--pattern", "qwen2", *given), "has --pattern gpt4, not qwen2; leave the flag out")
@@ -309,12 +309,12 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     for name in ("a", "b"):
         assert run(*args, "--out", tmp_path / name, "--name", "x").returncode == 0
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
-    dataset = format.read_dataset(tmp_path / "a")
-    assert dataset["vocab_size"] == 400 and dataset["splits"]["val"]["documents"] == 15
-    assert dataset["splits"]["train"]["documents"] == 285
+    info = dataset.read_dataset(tmp_path / "a")
+    assert info["vocab_size"] == 400 and info["splits"]["val"]["documents"] == 15
+    assert info["splits"]["train"]["documents"] == 285
     # The tokenizer saw only training text.
-    train = sources.open_source(str(source), val_fraction=0.05).train()
-    assert format.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
+    train = sources.Source(str(source), val_fraction=0.05).train()
+    assert dataset.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
 
 
 @pytest.mark.parametrize(("args", "parts"), [
@@ -344,7 +344,7 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
     arguments = [a.replace("{tmp}", str(tmp_path)) for a in args]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *arguments, "--out", str(out), "--workers", "1"])
     with pytest.raises(SystemExit) as e:
-        format.run(pretrain.main)
+        dataset.run(pretrain.main)
     assert e.value.code.startswith("error: ") and "\n" not in e.value.code
     for part in parts:
         assert part in e.value.code
@@ -353,7 +353,7 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
     good = ["--source", str(tmp_path / "two.jsonl"), "--vocab-size", "265", "--out", str(out), "--workers", "1"]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *good])
     pretrain.main()
-    assert format.read_dataset(out)["splits"]["train"]["documents"] == 1
+    assert dataset.read_dataset(out)["splits"]["train"]["documents"] == 1
 
 
 # --- hosted shards ----------------------------------------------------------------------------------------
@@ -372,16 +372,16 @@ def test_hosted_shards(tmp_path, corpus):
     args = ["--source", f"shards:{hosted}", "--tokenizer", corpus / "tokenizer.json", "--out", out]
     result = run(*args)
     assert result.returncode == 0, result.stderr
-    dataset = format.read_dataset(out)
+    info = dataset.read_dataset(out)
     sizes = [len(t.encode()) for t in texts]
     total = {"tokens": sum(map(len, documents)), "documents": 3, "text_bytes": sum(sizes)}
-    assert dataset["splits"]["train"] == total
-    assert dataset["splits"]["val"] == {"tokens": len(documents[1]), "documents": 1, "text_bytes": sizes[1]}
+    assert info["splits"]["train"] == total
+    assert info["splits"]["val"] == {"tokens": len(documents[1]), "documents": 1, "text_bytes": sizes[1]}
     names = ["pretrain/train_000000.bin", "pretrain/train_000001.bin", "pretrain/val_000000.bin", "tokenizer.json"]
-    assert sorted(dataset["files"]) == names
-    assert format.read_shard(out / "pretrain/train_000001.bin").tolist() == documents[2]
-    for name, entry in dataset["files"].items():
-        assert format.sha256_file(out / name) == entry["sha256"]
+    assert sorted(info["files"]) == names
+    assert dataset.read_shard(out / "pretrain/train_000001.bin").tolist() == documents[2]
+    for name, entry in info["files"].items():
+        assert dataset.sha256_file(out / name) == entry["sha256"]
     assert (hosted / "fineweb_train_000002.bin").exists()
     result = run(*args)
     assert result.returncode == 0 and "already complete" in result.stdout
@@ -398,13 +398,13 @@ def test_hosted_shards_are_told_apart_by_whole_words(tmp_path, capsys):
     """ "val" in "retrieval" makes no validation, nor does "train" in "constrained" make training."""
     names = ["retrieval_train_000000.bin", "Retrieval-Train-1.bin", "edu_val_0.bin", "constrained_000.bin"]
     names += ["train00002.bin", "evaluation.val.000.bin", "x_train_val_0.bin"]
-    found = pretrain.sort_hosted([Path(name) for name in names], "x")
+    found = pretrain.sort_by_split([Path(name) for name in names], "x")
     assert [path.name for path in found["train"]] == [names[0], names[1], names[4]]
     assert [path.name for path in found["val"]] == [names[2], names[5]]
-    left_out = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert left_out == ["left out constrained_000.bin", "left out x_train_val_0.bin"]
+    skipped = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert skipped == ["skipped constrained_000.bin", "skipped x_train_val_0.bin"]
     with pytest.raises(SystemExit, match="none of the 2 files of x has the word 'val'"):
-        pretrain.sort_hosted([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
+        pretrain.sort_by_split([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
 
 
 def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
@@ -427,12 +427,12 @@ def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
     assert "token 450" in error(f"shards:{hosted}/*.bin")
     val.write_bytes(train.read_bytes()[:-1])
     assert "truncated" in error(f"shards:{hosted}/*.bin")
-    format.write_shard(val, np.array([441, 1], dtype=np.uint16), 441, 450, "ab" * 32)
+    dataset.write_shard(val, np.array([441, 1], dtype=np.uint16), 441, 450, "ab" * 32)
     assert "another tokenizer" in error(f"shards:{hosted}/*.bin")
     # Of another tokenizer, which nothing but its BOS or its size tells.
     tokens = np.array([441, 1], dtype=np.uint16)
     for bos, entries in ((440, 450), (441, 449), (None, 449)):
-        format.write_shard(val, tokens, bos, entries)
+        dataset.write_shard(val, tokens, bos, entries)
         assert f"another vocabulary (BOS {bos}, {entries} entries)" in error(f"shards:{hosted}/*.bin")
     write_shard(val, [1, 2, 3])
     assert f"{val} holds no BOS 441 of" in error(f"shards:{hosted}/*.bin")

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import format
+import dataset
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -73,7 +73,7 @@ def write_tokenizer(path: Path, specials=SPECIALS) -> str:
     """Few merges and the project's split pattern; returns the sha256."""
     ranks = [*(bytes([b]) for b in range(256)), *MERGES]
     special = {name: len(ranks) + i for i, name in enumerate(specials)}
-    return format.write_json(path, tokenizer.make_spec(tokenizer.PATTERN, ranks, special))
+    return dataset.write_json(path, tokenizer.make_spec(tokenizer.PATTERN, ranks, special))
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def data(tmp_path) -> Path:
     out = tmp_path / "data"
     out.mkdir()
     sha = write_tokenizer(out / "tokenizer.json")
-    files = {"tokenizer.json": format.entry_of(out / "tokenizer.json", sha)}
+    files = {"tokenizer.json": dataset.file_entry(out / "tokenizer.json", sha)}
     for split in ("train", "val"):
         name = f"pretrain/{split}_000000.bin"
-        written = format.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
+        written = dataset.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
         counts = {"tokens": 19, "documents": 1, "text_bytes": 19}
-        files[name] = {**counts, **format.entry_of(out / name, written)}
+        files[name] = {**counts, **dataset.file_entry(out / name, written)}
     info = {"name": "tiny", "sources": [], "tokenizer_sha256": sha, "files": files}
-    format.write_dataset(out, info)
+    dataset.write_dataset(out, info)
     return out
 
 
@@ -108,21 +108,21 @@ def test_every_conversation_is_as_the_plain_renderer_has_it(data, tmp_path):
     assert as_set(found) == as_set(expected) and found != expected
     assert as_set(read_split(data, "val")) == as_set(reference(v, tok) for v in val)
     assert len(list((data / "sft").glob("train_*.mask.bin"))) > 3, "several shards"
-    info = format.read_dataset(data)
+    info = dataset.read_dataset(data)
     split = info["splits"]["sft_train"]
     counts = [sum(len(t) for t, _ in expected), sum(sum(m) for _, m in expected), 300]
     assert list(split.values()) == counts and list(split) == ["tokens", "counted_tokens", "conversations"]
     assert info["splits"]["train"]["tokens"] == 19, "the pretraining splits are as they were"
     assert info["sft"]["train"] == {"cut": 0, "dropped": 0, "bad": 0} and "300 conversations" in out
     for name, entry in info["files"].items():
-        assert format.sha256_file(data / name) == entry["sha256"]
+        assert dataset.sha256_file(data / name) == entry["sha256"]
         assert (data / name).stat().st_size == entry["bytes"]
         if name.startswith("sft/"):
-            shard = format.read_shard(data / name)
+            shard = dataset.read_shard(data / name)
             assert len(shard) == entry["tokens"]
             text = b"".join(tok.bytes[t] for t in shard if t < 291)
             assert name.endswith(".mask.bin") or entry["text_bytes"] == len(text)
-    assert info["sft"]["fingerprint"] == format.fingerprint(info["files"], "sft")
+    assert info["sft"]["fingerprint"] == dataset.fingerprint(info["files"], "sft")
     before = {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
     run_sft(data, *args, "--workers", 1)  # again, over what is there: the same bytes from any number of threads
     assert before == {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
@@ -165,10 +165,10 @@ def test_long_conversations(data, tmp_path):
     val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
     source = write_jsonl(tmp_path / "c.jsonl", values)
     out = run_sft(data, "--source", source, "--val-source", val, "--max-len", lengths[0])
-    assert lengths[1] == lengths[0] + 1 and "2 cut to 48 tokens, 1 with no answer left" in out, lengths
+    assert lengths[1] == lengths[0] + 1 and "2 truncated to 48 tokens, 1 with no answer left" in out, lengths
     expected = [tuple(x[: lengths[0]] for x in reference(v, tok)) for v in values[:3]]
     assert as_set(read_split(data, "train")) == as_set(expected)
-    assert format.read_dataset(data)["sft"]["train"] == {"cut": 2, "dropped": 1, "bad": 0}
+    assert dataset.read_dataset(data)["sft"]["train"] == {"cut": 2, "dropped": 1, "bad": 0}
 
 
 def test_parquet_and_hub(data, tmp_path):
@@ -212,7 +212,7 @@ def test_spelling(data, tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("\n".join([*words, "don't", "x", "Upper"]), encoding="utf-8")
     run_sft(data, "--source", f"spelling:{path}:200", "--val-fraction", 0.2)
-    assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [200, 40]
+    assert [dataset.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [200, 40]
     seen = {}
     for split in ("train", "val"):
         tasks = list(sft.spelling_tasks(sft.read_words(path, "--source"), 300, split, 5))
@@ -235,7 +235,7 @@ def test_spelling(data, tmp_path):
 def test_addition(data):
     """Columns and sums are right, for numbers of any length; held-out pairs are in training in neither order."""
     run_sft(data, "--source", "addition:60:3", "--val-fraction", 0.2)
-    assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [60, 12]
+    assert [dataset.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [60, 12]
     assert sft.addition_texts(47, 85) == ("What is 47 + 85?", "7+5=12\n4+8+1=13\n#### 132")
     seen, rng = {"train": set(), "val": set()}, random.Random(0)
     for split, found in seen.items():
@@ -304,7 +304,7 @@ def test_bad_lines_end_the_script_or_are_counted(data, tmp_path):
     assert (data / "dataset.json").read_bytes() == before and not (data / "sft").exists()
     out = run_sft(data, "--source", path, "--val-source", val, "--skip-bad")
     tok = ts.Tokenizer(data / "tokenizer.json")
-    assert f"{len(BAD) + 1:,} bad ones left out" in out
+    assert f"{len(BAD) + 1:,} bad ones skipped" in out
     assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in [*good, chat("?", "b")])
 
 
@@ -327,7 +327,7 @@ def test_user_errors(data, tmp_path):
         (["--source", "addition:x"], "or addition:COUNT[:DIGITS]"),
         (["--source", f"{path}:0.01"], "no train conversation is left; give more, larger weights or --val-source"),
         (["--source", one], "no train conversation is left; give more, larger weights or --val-source"),
-        (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 cuts all answers"),
+        (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),
         (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "gives no conversation"),

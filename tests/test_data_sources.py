@@ -53,7 +53,7 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
 
 
 def read(spec: object, val: object = "stdlib", **options) -> list[str]:
-    return list(sources.open_source(str(spec), str(val) if val else None, **options).train())
+    return list(sources.Source(str(spec), str(val) if val else None, **options).train())
 
 
 def expect_error(action, *parts: object) -> None:
@@ -98,7 +98,6 @@ def test_lists_globs_and_folders(tmp_path):
         words = f"--source/--val-source: {name} is the same file as a.jsonl; name it once"
         expect_error(lambda other=other: read(a, other), words)
     assert read(f"{a},{copy}") == ["1", "2", "1", "2"], "a copy in one source is read"
-    assert read("stdlib", "stdlib") == read("stdlib")
     expect_error(lambda: read("no-such-source"), "no-such-source", "--help")
 
 
@@ -121,7 +120,7 @@ import resource, sys
 import sources
 soft, hard, spec = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-print(sum(1 for text in sources.open_source(spec, "stdlib", interleave=True).train()))
+print(sum(1 for text in sources.Source(spec, "stdlib", interleave=True).train()))
 """
 
 
@@ -179,7 +178,7 @@ def test_empty_and_unencodable_documents(tmp_path):
     """Null is an empty document, in JSON lines as in parquet."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": null}\n{"text": " \\n"}\n{"text": "a\\ud800b"}\n')
-    source = sources.open_source(str(path), "stdlib")
+    source = sources.Source(str(path), "stdlib")
     for _ in range(2):
         assert list(source.train()) == ["ok", "a?b"]
         assert sum(source.empty.values()) == 3, "of the latest pass, not of all"
@@ -187,13 +186,13 @@ def test_empty_and_unencodable_documents(tmp_path):
 
 def test_split_is_a_fixed_partition(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
-    source = sources.open_source(str(write(tmp_path / "x.jsonl", texts)), val_fraction=0.02)
+    source = sources.Source(str(write(tmp_path / "x.jsonl", texts)), val_fraction=0.02)
     train, val = list(source.train()), list(source.val())
     assert len(val) == 20 and sorted(train + val) == sorted(texts) and not set(train) & set(val)
     positions = [texts.index(t) % 50 for t in val]
     assert len(set(positions)) > 5  # spread, not one fixed position
     assert list(source.val()) == val
-    two = sources.open_source(str(write(tmp_path / "y.jsonl", ["a", "b"])))
+    two = sources.Source(str(write(tmp_path / "y.jsonl", ["a", "b"])))
     assert (list(two.train()), list(two.val())) == (["b"], ["a"])
 
 
@@ -202,10 +201,10 @@ def test_limits(tmp_path):
     assert read(path, max_documents=2) == ["aaaa", "\u00fc\u00fc"]
     assert read(path, max_bytes=8) == ["aaaa", "\u00fc\u00fc"]
     assert read(path, max_bytes=7) == ["aaaa"]
-    val = sources.open_source("stdlib", str(path), val_documents=3).val()
+    val = sources.Source("stdlib", str(path), val_documents=3).val()
     assert list(val) == ["aaaa", "\u00fc\u00fc", "c"]
     # Both splits come from the first documents only.
-    both = sources.open_source(str(path), max_documents=3)
+    both = sources.Source(str(path), max_documents=3)
     assert sorted([*both.train(), *both.val()]) == ["aaaa", "c", "\u00fc\u00fc"]
 
 
@@ -221,27 +220,27 @@ def test_interleave_reads_files_side_by_side(tmp_path):
     assert read(spec) == [f"a{i}" * 5 for i in range(4)] + ["b0" * 4, "b1" * 6]
     assert read(spec, interleave=True, max_documents=3) == order[:3]
     # Without validation text of its own, it is held out of the same order.
-    source = sources.open_source(spec, val_fraction=0.34, interleave=True)
+    source = sources.Source(spec, val_fraction=0.34, interleave=True)
     assert sorted([*source.train(), *source.val()]) == sorted(order)
     assert next(source.val()) == order[0]
-    expect_error(lambda: sources.open_source("stdlib", interleave=True), "--interleave is for files")
+    expect_error(lambda: sources.Source("stdlib", interleave=True), "--interleave is for files")
 
 
 def test_inputs_notice_a_changed_file(tmp_path):
     path = write(tmp_path / "x.jsonl", ["abc"])
-    before = sources.open_source(str(path)).inputs
-    assert before == sources.open_source(str(path)).inputs
+    before = sources.Source(str(path)).inputs
+    assert before == sources.Source(str(path)).inputs
     path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
-    assert before != sources.open_source(str(path)).inputs
+    assert before != sources.Source(str(path)).inputs
 
 
 def test_stdlib():
     names = sources.stdlib_files()
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= set(names) and names == sorted(names)
     assert not [n for n in names if "/test" in n or "site-packages" in n or n.startswith("idlelib")]
-    source = sources.open_source("stdlib")
+    source = sources.Source("stdlib")
     train, val = list(source.train()), list(source.val())
-    assert train == list(source.train())
+    assert train == list(sources.Source("stdlib", "stdlib").train()), "the same again, and it keeps its parts apart"
     assert sum(map(len, train)) > 4e6 and 0.01 < sum(map(len, val)) / sum(map(len, train)) < 0.12
     assert not set(train) & set(val)
     long = [d for d in train + val if len(d) > 6000]
@@ -250,11 +249,11 @@ def test_stdlib():
     # Whole files are held out.
     files = [sources.stdlib_root() / name for name in names if sources.is_val_file(name)]
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    assert all(section in text for section in val)
+    assert all(chunk in text for chunk in val)
 
 
 def plain_cuts(text: str, limit: int) -> list[str]:
-    """Sections line by line: how good each place for a cut is, in the words of cut_sections."""
+    """Chunks line by line: how good each place for a cut is, in the words of cut_chunks."""
 
     def quality(i: int) -> int:
         if re.match("def |class |async def |@", lines[i]) and not lines[i - 1].startswith("@"):
@@ -264,7 +263,7 @@ def plain_cuts(text: str, limit: int) -> list[str]:
         return int(lines[i - 1].isspace())
 
     lines = re.findall("[^\n]*\n|[^\n]+", text)
-    sections = []
+    chunks = []
     while lines:
         fits = 1
         while fits < len(lines) and len("".join(lines[: fits + 1])) <= limit:
@@ -272,29 +271,29 @@ def plain_cuts(text: str, limit: int) -> list[str]:
         cut = fits
         if fits < len(lines):
             cut = max(range(1, fits + 1), key=lambda i: (quality(i), i))
-        sections.append("".join(lines[:cut]))
+        chunks.append("".join(lines[:cut]))
         lines = lines[cut:]
-    return [section for section in sections if section.strip()]
+    return [chunk for chunk in chunks if chunk.strip()]
 
 
-def test_sections_are_those_of_a_plain_search():
+def test_chunks_are_those_of_a_plain_search():
     rng = random.Random(8)
     pieces = ["def f():\n", "@cache\n", "class A:\n", "    x = 1\n", "\n", "  \n", "\x0b\n", "else:\n", "import os\n",
               ")\n", "y" * 30 + "\n", "# z\n", "except E:\n", "\u2028 a\n", "async def g():\n"]  # fmt: skip
     for _ in range(1500):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 30))) + rng.choice(["", "end", " "])
         limit = rng.randint(1, 120)
-        assert sources.cut_sections(text, limit) == plain_cuts(text, limit)
+        assert sources.cut_chunks(text, limit) == plain_cuts(text, limit)
     # By hand: before a decorator, not between it and its function.
     texts = ["import os\n\n\n", "@cache\ndef f():\n    return 1\n\n\n", "@cache\ndef g():\n    return 2\n"]
-    assert sources.cut_sections("".join(texts), 40) == texts
+    assert sources.cut_chunks("".join(texts), 40) == texts
 
 
 HUB_PROGRAM = """
 import json, sys
 import sources
 spec, val, limit = json.loads(sys.argv[1])
-source = sources.open_source(spec, val, max_files=limit)
+source = sources.Source(spec, val, max_files=limit)
 print(json.dumps([list(source.train()), list(source.val()), source.inputs]))
 """
 

@@ -7,7 +7,7 @@ import random
 import re
 from pathlib import Path
 
-import format
+import dataset
 import numpy as np
 import pytest
 import tokenizer
@@ -26,7 +26,7 @@ SAMPLE = [FOX.format(i, i * i) for i in range(300)]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    format.write_json(path, tokenizer.train(SAMPLE, 400))
+    dataset.write_json(path, tokenizer.train(SAMPLE, 400))
     return path
 
 
@@ -78,8 +78,8 @@ def test_deterministic_and_capped():
     a = tokenizer.train(SAMPLE, 350)
     assert a == tokenizer.train(iter(SAMPLE), 350)
     assert a == tokenizer.train([*SAMPLE, "zzzz " * 1000], 350, max_chars=sum(map(len, SAMPLE)))
-    assert list(tokenizer.cap(["abcd", "efgh", "ij"], 6, 3)) == ["abc", "efg"]
-    assert list(tokenizer.cap(["abcd", "efgh"], 4, 3)) == ["abc", "e"]
+    assert list(tokenizer.truncate(["abcd", "efgh", "ij"], 6, 3)) == ["abc", "efg"]
+    assert list(tokenizer.truncate(["abcd", "efgh"], 4, 3)) == ["abc", "e"]
 
 
 def test_too_little_text_says_how_much():
@@ -170,7 +170,7 @@ HARD_TEXT = "I'LL it's  \n\n x\t\ty 12345 \u0663\u0664 \u4f60\u597d!?\r\n \u00a0
 def test_patterns_by_name(tmp_path, name):
     """A tokenizer trained with each drops no text, and states its pattern."""
     path = tmp_path / "t.json"
-    format.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
+    dataset.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
     encoding = tokenizer.load(path)
     for text in (HARD_TEXT, tokenizer.TEST_TEXT, " ", "\n \n", "a \n"):
         assert encoding.decode_bytes(tokenizer.encode(encoding, text).tolist()) == text.encode()
@@ -216,7 +216,7 @@ def test_commands(tmp_path, path):
     train = SAMPLE[1:]  # of 300 documents 3 are held out; the first is one of them
     assert found["bytes"] < sum(len(t.encode()) for t in train)
     assert found["bytes_per_token"] == found["bytes"] / found["tokens"] and found["tokens_per_word"] > 1
-    assert 0 < found["partial_utf8_share"] < 0.5 and found["seconds"] > 0
+    assert 0 < found["partial_utf8_fraction"] < 0.5 and found["seconds"] > 0
 
     result = run("show", "--tokenizer", out, "--text", "<|bos|> 12")
     assert result.returncode == 0 and "300 entries" in result.stdout

@@ -96,15 +96,11 @@ def test_sections_of_kernels():
 
 
 def test_log():
-    """Every entry has its five fields in order, and the index at the top repeats date, title and verdict."""
+    """The index at the top has date, title, verdict and the anchor of every entry, newest first."""
     text = (ROOT / "dev/LOG.md").read_text(encoding="utf-8")
     entries = re.findall(r"^## (\d{4}-\d\d-\d\d): (.+)\n\n- \*\*Verdict:\*\* (\w+)$", text, re.M)
     dates = [date for date, _, _ in entries]
     assert len(entries) == text.count("\n## ") >= 42 and dates == sorted(dates, reverse=True)
-    assert {verdict for _, _, verdict in entries} <= {"kept", "dropped", "neutral", "reported", "open"}
-    for entry in text.split("\n## ")[1:]:
-        fields = re.findall(r"^- \*\*(\w+):\*\* \S", entry, re.M)
-        assert fields == ["Verdict", "Hypothesis", "Change", "Result", "Decision"], entry.splitlines()[0]
     rows = re.findall(r"^\| (\S+) \| \[(.+?)\]\(#(.+?)\) \| (\w+) \| .+ \|$", text, re.M)
     assert [(date, title, verdict) for date, title, _, verdict in rows] == entries
     for date, title, anchor, _ in rows:  # as GitHub makes anchors of headings

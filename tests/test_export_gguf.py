@@ -11,9 +11,9 @@ import re
 import shutil
 from pathlib import Path
 
+import dataset
 import engine
 import export
-import format
 import pytest
 import tokenizer
 import tokenizers
@@ -39,7 +39,7 @@ needs_llama_cpp = pytest.mark.skipif(
 def portable_run(folder: Path, pattern: str = "qwen2", chat: bool = True, **overrides) -> Path:
     """A run of a tiny model with random weights, residual factors and all, and a tokenizer of 900 entries."""
     path = folder / "tokenizer.json"
-    format.write_json(path, tokenizer.train(iter(frozen_code()), 900, pattern=tokenizer.PATTERNS[pattern]))
+    dataset.write_json(path, tokenizer.train(iter(frozen_code()), 900, pattern=tokenizer.PATTERNS[pattern]))
     config = portable_config(vocab_size=900, dtype="float32", **overrides)
     return write_run(folder / "run", path, chat=chat, config=config)
 

@@ -178,9 +178,10 @@ def test_speedrun(sandbox):
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
-        expected = "data/pretrain.py data/core.py train_medium.py runs/score_core.py data/sft.py runs/finetune.py"
+        expected = "data/pretrain.py data/core_tasks.py train_medium.py runs/score_core.py data/sft.py runs/finetune.py"
         expected = [*expected.split(), "runs/chat_eval.py", "runs/export.py"]
-        large = ("data/core.py", "runs/score_core.py", "runs/chat_eval.py")  # evaluations that the smoke test skips
+        # Evaluations that the smoke test skips.
+        large = ("data/core_tasks.py", "runs/score_core.py", "runs/chat_eval.py")
         assert scripts == [script for script in expected if not flag or script not in large]
 
         (pretrain,) = [line for line in lines if line.startswith("train_medium.py")]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import check as check_script
-import format
+import dataset
 import numpy as np
 import pytest
 import tokenizer
@@ -34,11 +34,11 @@ SHA = hashlib.sha256(b"a tokenizer").hexdigest()
 def test_round_trip(tmp_path_factory, tokens, bos_id, vocab_size, tokenizer_sha256):
     path = tmp_path_factory.mktemp("shard") / "x.bin"
     array = np.array(tokens, dtype=np.uint16)
-    sha = format.write_shard(path, array, bos_id, vocab_size, tokenizer_sha256)
+    sha = dataset.write_shard(path, array, bos_id, vocab_size, tokenizer_sha256)
     assert sha == hashlib.sha256(path.read_bytes()).hexdigest()
-    back = format.read_shard(path, verify=True)
+    back = dataset.read_shard(path, verify=True)
     assert back.dtype == np.uint16 and back.tolist() == tokens
-    header = format.read_header(path)
+    header = dataset.read_header(path)
     stated = tokenizer_sha256 if tokenizer_sha256.strip("0") else ""
     assert header == {
         "tokens": len(tokens),
@@ -52,7 +52,7 @@ def test_round_trip(tmp_path_factory, tokens, bos_id, vocab_size, tokenizer_sha2
 def test_layout_is_the_published_one(tmp_path):
     """The first three words and the tokens, byte for byte, as other projects read them; then our words."""
     path = tmp_path / "x.bin"
-    format.write_shard(path, np.array([7, 65535, 256], dtype=np.uint16), 7, 300, SHA)
+    dataset.write_shard(path, np.array([7, 65535, 256], dtype=np.uint16), 7, 300, SHA)
     raw = path.read_bytes()
     assert raw[:12] == (20240520).to_bytes(4, "little") + (1).to_bytes(4, "little") + (3).to_bytes(4, "little")
     assert raw[12:20] == (8).to_bytes(4, "little") + (300).to_bytes(4, "little")
@@ -78,25 +78,25 @@ def header_word(word: int, value: int):
 ])  # fmt: skip
 def test_damage_is_found(tmp_path, change, part):
     path = tmp_path / "x.bin"
-    format.write_shard(path, TOKENS)
+    dataset.write_shard(path, TOKENS)
     path.write_bytes(change(path.read_bytes()))
-    message = sentence(format.read_shard, path, verify=True)
+    message = sentence(dataset.read_shard, path, verify=True)
     assert part in message and str(path) in message
     if "damaged" in part:
-        format.read_shard(path)  # not asked to verify
+        dataset.read_shard(path)  # not asked to verify
 
 
 @pytest.mark.parametrize(("number", "part"), [(errno.ENOSPC, "full"), (errno.EACCES, "permissions")])
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, number, part):
     path = tmp_path / "x.bin"
-    format.write_shard(path, TOKENS)
+    dataset.write_shard(path, TOKENS)
     before = path.read_bytes()
 
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    assert part in sentence(format.run, lambda: format.write_shard(path, TOKENS[:10]))
+    assert part in sentence(dataset.run, lambda: dataset.write_shard(path, TOKENS[:10]))
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["x.bin"]
 
 
@@ -104,58 +104,58 @@ AA, BB, CC = "aa" * 32, "bb" * 32, "cc" * 32
 
 
 def make_dataset(folder, **more):
-    format.write_shard(folder / "pretrain/train_000000.bin", TOKENS)
+    dataset.write_shard(folder / "pretrain/train_000000.bin", TOKENS)
     entry = {"tokens": 5000, "documents": 3, "text_bytes": 9, "bytes": 11024, "sha256": AA}
     files = {"tokenizer.json": {"sha256": CC}, "pretrain/val_000000.bin": {**entry, "sha256": BB}}
     files |= {"pretrain/train_000001.bin": entry, "pretrain/train_000000.bin": entry, **more}
-    format.write_dataset(folder, {"name": "x", "sources": ["y"], "tokenizer_sha256": CC, "files": files})
+    dataset.write_dataset(folder, {"name": "x", "sources": ["y"], "tokenizer_sha256": CC, "files": files})
 
 
 def test_dataset_json(tmp_path):
     make_dataset(tmp_path)
-    dataset = format.read_dataset(tmp_path)
-    assert dataset["splits"]["train"] == {"tokens": 10000, "documents": 6, "text_bytes": 18}
-    assert dataset["splits"]["val"] == {"tokens": 5000, "documents": 3, "text_bytes": 9}
+    info = dataset.read_dataset(tmp_path)
+    assert info["splits"]["train"] == {"tokens": 10000, "documents": 6, "text_bytes": 18}
+    assert info["splits"]["val"] == {"tokens": 5000, "documents": 3, "text_bytes": 9}
     lines = f"pretrain/train_000000.bin {AA}\npretrain/train_000001.bin {AA}\n"
     lines += f"pretrain/val_000000.bin {BB}\ntokenizer.json {CC}\n"
-    assert dataset["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
-    assert not set(format.FOLDERS) & set(dataset), "no notes of folders that are not there"
+    assert info["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert not set(dataset.FOLDERS) & set(info), "no notes of folders that are not there"
 
 
 def test_each_folder_has_its_own_fingerprint(tmp_path):
     """Over its files and the tokenizer; the one of pretrain/ does not change, and goes when the folder goes."""
     make_dataset(tmp_path)
-    plain = format.read_dataset(tmp_path)
+    plain = dataset.read_dataset(tmp_path)
     shard, mask = {"bytes": 1, "sha256": AA}, {"bytes": 1, "sha256": BB}
     more = {"sft/train_000000.mask.bin": mask, "sft/train_000000.bin": shard, "core/copa.npz": mask}
     make_dataset(tmp_path, **more)
-    dataset = format.read_dataset(tmp_path)
-    assert dataset["fingerprint"] == plain["fingerprint"]
+    info = dataset.read_dataset(tmp_path)
+    assert info["fingerprint"] == plain["fingerprint"]
     lines = f"sft/train_000000.bin {AA}\nsft/train_000000.mask.bin {BB}\ntokenizer.json {CC}\n"
-    assert dataset["sft"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert info["sft"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
     lines = f"core/copa.npz {BB}\ntokenizer.json {CC}\n"
-    assert dataset["core"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
-    assert "chat_eval" not in dataset
+    assert info["core"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert "chat_eval" not in info
 
     # A stated fingerprint must be right, in each folder.
     for folder in ("sft", "core"):
-        format.write_json(tmp_path / "dataset.json", {**dataset, folder: {"fingerprint": AA}})
-        message = sentence(format.read_dataset, tmp_path)
+        dataset.write_json(tmp_path / "dataset.json", {**info, folder: {"fingerprint": AA}})
+        message = sentence(dataset.read_dataset, tmp_path)
         assert "does not agree with itself" in message and f"{folder}/" in message
-    dataset["files"].pop("core/copa.npz")
-    format.write_dataset(tmp_path, dataset)
-    assert "core" not in format.read_dataset(tmp_path)
+    info["files"].pop("core/copa.npz")
+    dataset.write_dataset(tmp_path, info)
+    assert "core" not in dataset.read_dataset(tmp_path)
 
 
 def test_datasets_of_earlier_versions_are_read(tmp_path):
     """They state no sizes in bytes, and no fingerprint of sft/ and core/."""
     make_dataset(tmp_path, **{"sft/train_000000.bin": {"sha256": AA}})
-    value = format.read_json(tmp_path / "dataset.json")
+    value = dataset.read_json(tmp_path / "dataset.json")
     for entry in value["files"].values():
         entry.pop("bytes", None)
     value["sft"] = {"sources": ["chat"]}
-    format.write_json(tmp_path / "dataset.json", value)
-    assert format.read_dataset(tmp_path) == value
+    dataset.write_json(tmp_path / "dataset.json", value)
+    assert dataset.read_dataset(tmp_path) == value
 
 
 @pytest.mark.parametrize(("old", "new", "part"), [
@@ -175,21 +175,21 @@ def test_bad_dataset_json(tmp_path, old, new, part):
     make_dataset(tmp_path)
     path = tmp_path / "dataset.json"
     path.write_text(path.read_text().replace(old, new, 1))
-    assert part in sentence(format.read_dataset, tmp_path)
+    assert part in sentence(dataset.read_dataset, tmp_path)
 
 
 @pytest.mark.parametrize("raw", [b"[" * 10**6, b"\xff", b""])
 def test_broken_json(tmp_path, raw):
     path = tmp_path / "x.json"
     path.write_bytes(raw)
-    assert f"{path} is not a readable JSON file" in sentence(format.read_json, path)
+    assert f"{path} is not a readable JSON file" in sentence(dataset.read_json, path)
 
 
 def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **header) -> dict:
     """A dataset of documents, whose tokens are bytes, with conversations; returns the value of dataset.json."""
     spec = tokenizer.make_spec(tokenizer.PATTERN, [bytes([b]) for b in range(256)], SPECIAL)
-    sha = format.write_json(root / "tokenizer.json", spec)
-    files = {"tokenizer.json": format.entry_of(root / "tokenizer.json", sha)}
+    sha = dataset.write_json(root / "tokenizer.json", spec)
+    files = {"tokenizer.json": dataset.file_entry(root / "tokenizer.json", sha)}
     for split, documents in (("train", train), ("val", val)):
         tokens = np.array([t for document in documents for t in [256, *document]], np.uint16)
         stated = {"bos_id": 256, "vocab_size": 258, "tokenizer_sha256": sha, **header}
@@ -197,14 +197,14 @@ def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **head
             path = root / folder / f"{split}_000000.bin"
             counts = {"tokens": len(tokens), "documents": len(documents), "conversations": len(documents)}
             counts["text_bytes"] = len(tokens) - len(documents)
-            written = format.write_shard(path, tokens, **stated)
-            files[f"{folder}/{path.name}"] = {**counts, **format.entry_of(path, written)}
+            written = dataset.write_shard(path, tokens, **stated)
+            files[f"{folder}/{path.name}"] = {**counts, **dataset.file_entry(path, written)}
         mask = root / f"sft/{split}_000000.mask.bin"
-        written = format.write_shard(mask, np.ones(len(tokens), np.uint16), None, 2, sha)
-        files[f"sft/{mask.name}"] = {"tokens": len(tokens), **format.entry_of(mask, written)}
-    dataset = {"name": "x", "sources": [], "tokenizer_sha256": sha, "vocab_size": 258, "bos_id": 256}
-    format.write_dataset(root, {**dataset, "special_tokens": SPECIAL, "files": files})
-    return format.read_dataset(root)
+        written = dataset.write_shard(mask, np.ones(len(tokens), np.uint16), None, 2, sha)
+        files[f"sft/{mask.name}"] = {"tokens": len(tokens), **dataset.file_entry(mask, written)}
+    info = {"name": "x", "sources": [], "tokenizer_sha256": sha, "vocab_size": 258, "bos_id": 256}
+    dataset.write_dataset(root, {**info, "special_tokens": SPECIAL, "files": files})
+    return dataset.read_dataset(root)
 
 
 def check(root: Path) -> tuple[int, str]:
@@ -217,11 +217,11 @@ def check(root: Path) -> tuple[int, str]:
 def test_check_counts_validation_text_that_is_also_training_text(tmp_path):
     write_whole(tmp_path, [[1, 2], [3], [9]], [[3], [5, 6], [3], [1, 2, 9]])
     code, output = check(tmp_path)
-    whole, *shared = output.splitlines()
-    assert code == 0 and re.fullmatch(r".* is whole: 7 files, fingerprint [0-9a-f]{12}", whole)
-    assert shared == [
-        "2 of 4 documents of the validation split are also in the training split",
-        "2 of 4 conversations of the validation split are also in the training split",
+    first, *notes = output.splitlines()
+    assert code == 0 and re.fullmatch(r".* is complete: 7 files, fingerprint [0-9a-f]{12}", first)
+    assert notes == [
+        "note: 2 of 4 documents of the validation split are also in the training split",
+        "note: 2 of 4 conversations of the validation split are also in the training split",
     ]
 
 
@@ -229,26 +229,26 @@ TRAIN = "pretrain/train_000000.bin"
 
 
 def change_tokenizer(root: Path, **fields) -> None:
-    value = format.read_json(root / "tokenizer.json") | fields
-    sha = format.write_json(root / "tokenizer.json", value)
-    dataset = format.read_json(root / "dataset.json") | {"tokenizer_sha256": sha}
-    dataset["files"]["tokenizer.json"] = format.entry_of(root / "tokenizer.json", sha)
-    format.write_dataset(root, dataset)
+    value = dataset.read_json(root / "tokenizer.json") | fields
+    sha = dataset.write_json(root / "tokenizer.json", value)
+    info = dataset.read_json(root / "dataset.json") | {"tokenizer_sha256": sha}
+    info["files"]["tokenizer.json"] = dataset.file_entry(root / "tokenizer.json", sha)
+    dataset.write_dataset(root, info)
 
 
 def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     """Another shard, which dataset.json lists with its new sha256 and size."""
-    format.write_shard(root / name, np.array(tokens, np.uint16), **header)
-    value = format.read_json(root / "dataset.json")
-    value["files"][name] |= format.entry_of(root / name, format.sha256_file(root / name))
-    format.write_dataset(root, value)
+    dataset.write_shard(root / name, np.array(tokens, np.uint16), **header)
+    value = dataset.read_json(root / "dataset.json")
+    value["files"][name] |= dataset.file_entry(root / name, dataset.sha256_file(root / name))
+    dataset.write_dataset(root, value)
 
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda root: (root / TRAIN).unlink(), "is missing, but dataset.json lists it"),
     (lambda root: (root / TRAIN).write_bytes((root / TRAIN).read_bytes()[:-2]), "is truncated"),
-    (lambda root: format.write_shard(root / TRAIN, TOKENS[:5]), "was changed"),
-    (lambda root: format.write_shard(root / "pretrain/train_000001.bin", TOKENS), "is not listed"),
+    (lambda root: dataset.write_shard(root / TRAIN, TOKENS[:5]), "was changed"),
+    (lambda root: dataset.write_shard(root / "pretrain/train_000001.bin", TOKENS), "is not listed"),
     (lambda root: rewrite(root, [256, 1, 300, 256, 3]), "holds token 300 but the tokenizer has 258 entries"),
     (lambda root: rewrite(root, [1, 2, 1, 2, 3]), "holds no BOS 256"),
     (lambda root: rewrite(root, [256, 1, 2, 3, 4]), "holds 1 documents, dataset.json lists 2"),

@@ -1,14 +1,15 @@
 """Makes token files of the 22 CORE tasks (DCLM): few-shot prompts with the spans to score.
 
-    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
-    python data/core.py --download --data data/shards/climbmix               fetches the public one
+    python data/core_tasks.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
+    python data/core_tasks.py --download --data data/shards/climbmix                 fetches the public one
 
-It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
-runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is the common prefix of its choices,
-stored once, followed by the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in
+dataset.json; runs/score_core.py scores them. If the text of a task is not the original, a note says
+so. The files hold plain arrays, no pickle. An item is the common prefix of its choices, stored
+once, followed by the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
-    shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
+    shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was truncated
     choices int32 (items,)   number of choices; 1 in language modelling
     gold    int32 (items,)   the right choice
     rest    int32 (rows,)    length of each choice's rest; a row is common tokens + rest
@@ -16,17 +17,19 @@ stored once, followed by the rest of each choice:
     end     int32 (rows,)
     meta    uint8 (m,)       JSON: task, type, shots, random_baseline in percent, max_seq_len
 
-Items are in the shuffled order of the definition, and shots are picked from the whole task, so the first N items are a
-fair subset that a full run scores the same way.
+Items are in the shuffled order of the definition, and shots are picked from the whole task, so the
+first N items are a fair subset that a full run scores the same way.
 """
 
 import argparse
 import csv
+import hashlib
 import http.client
 import io
 import json
 import random
 import re
+import shutil
 import tarfile
 import tempfile
 import urllib.request
@@ -39,17 +42,43 @@ import numpy as np
 import tokenizer
 import yaml
 import zstandard
-from format import entry_of, fail, lock_folder, new_folder, read_dataset, run, write_atomic
+from dataset import fail, file_entry, lock_folder, new_folder, read_dataset, run, write_atomic
 from sources import check_flags, clean
 from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+SECONDS = 30  # without an answer, the server counts as missing
 NUM_TASKS = 22
-AGAIN = "fetch the bundle again"
+HINT = "fetch the bundle again"
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
+}
+# The original texts of the tasks lie in scripts/eval/local_data of mosaicml/llm-foundry on GitHub.
+# Beside each file is the id that git gives to its content (git hash-object FILE).
+ORIGINALS = {
+    "commonsense_reasoning/commonsense_qa.jsonl": "f1cc16a88b05ab0934aab2ec2d02a6869e6e5520",
+    "commonsense_reasoning/copa.jsonl": "b22f96e08ae9d0e97e1ae58f67b6425c77ef200a",
+    "commonsense_reasoning/openbook_qa.jsonl": "a8aff255a64cbc72a85252acf00df25a315686c2",
+    "commonsense_reasoning/piqa.jsonl": "a9992adfdefde366fe7ccff871f5aa62449a09cf",
+    "language_understanding/bigbench_language_identification.jsonl": "1f132fbbb12a67ce267b7b92b458175632c265f3",
+    "language_understanding/hellaswag.jsonl": "448321079fdc140bd8566b16b24eda9ceacd3501",
+    "language_understanding/lambada_openai.jsonl": "4da02dd53b9e7385871d06ab855471d77b2f7dda",
+    "language_understanding/winograd_wsc.jsonl": "762fe030ac6938ecba438c47a04057247c6ab891",
+    "language_understanding/winogrande.jsonl": "316e87ae4659f0c402b0f00551fdec83ab0a0986",
+    "reading_comprehension/boolq.jsonl": "f42083a58713d00ef4600118cfdf79618c269190",
+    "reading_comprehension/coqa.jsonl": "028bd4e51326cc43f8394987ae47fbb271aeba9d",
+    "reading_comprehension/squad.jsonl": "dc733b8f58ec666c53fd946198c434b819a00680",
+    "symbolic_problem_solving/agi_eval_lsat_ar.jsonl": "d663b427ba310d3f877f09a6830198ca7c856189",
+    "symbolic_problem_solving/bigbench_cs_algorithms.jsonl": "7ecee0f270f3de8b6558da14ae02181f3d950a40",
+    "symbolic_problem_solving/bigbench_dyck_languages.jsonl": "27a4ac2b3b18716add92f4ecd62475c4f8d77768",
+    "symbolic_problem_solving/bigbench_operators.jsonl": "a982dc4f962725c9dc4abb07d3cc333c99959290",
+    "symbolic_problem_solving/bigbench_repeat_copy_logic.jsonl": "86621f10e7124ed6f3a61fb91493c1256c008f60",
+    "world_knowledge/arc_challenge.jsonl": "ce66b8dcfb4bac892a404a0dda8b4e8ed0f84b89",
+    "world_knowledge/arc_easy.jsonl": "b5fd1bf87a24246a6be67230b721541688f5c349",
+    "world_knowledge/bigbench_qa_wikidata.jsonl": "5e1be72797ba082fd4f6efa42f7d759d2d23339a",
+    "world_knowledge/jeopardy_all.jsonl": "2f771918dbc8b68550df204171b14d2648b5d494",
 }
 
 
@@ -75,6 +104,7 @@ def open_bundle(path: Path, unpacked: Path) -> Path:
 
 
 def unpack_tar(path: Path, folder: Path) -> None:
+    """Unpacks a tar archive of any compression into a folder, outside which nothing is written."""
     with open(path, "rb") as file:
         if path.suffix == ".zst":
             decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
@@ -84,8 +114,10 @@ def unpack_tar(path: Path, folder: Path) -> None:
 
 
 def download(path: Path) -> None:
+    """Fetches the public bundle."""
     try:
-        urllib.request.urlretrieve(URL, path)
+        with urllib.request.urlopen(URL, timeout=SECONDS) as response, open(path, "wb") as file:
+            shutil.copyfileobj(response, file)
     except (OSError, http.client.HTTPException) as problem:
         fail(f"cannot fetch {URL} ({problem}); get it some other way and pass --bundle")
 
@@ -107,18 +139,26 @@ def read_tasks(bundle: Path) -> list[dict[str, Any]]:
             for task in yaml.safe_load(read_text(bundle, "core.yaml"))["icl_tasks"]
         ]
     except (yaml.YAMLError, csv.Error, KeyError, IndexError, ValueError, TypeError, AttributeError) as problem:
-        fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {AGAIN}")
+        fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {HINT}")
     for task in tasks:
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
-            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {AGAIN}")
+            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {HINT}")
     return tasks
 
 
 def read_text(bundle: Path, name: str) -> str:
+    """A file of the bundle; one that is missing or not UTF-8 ends the script."""
     try:
         return (bundle / name).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
-        fail(f"{name} of the bundle is missing or damaged ({problem}); {AGAIN}")
+        fail(f"{name} of the bundle is missing or damaged ({problem}); {HINT}")
+
+
+def is_original(bundle: Path, task: dict[str, Any]) -> bool:
+    """Whether the file of a task is that of llm-foundry, by the id that git gives it."""
+    content = (bundle / task["file"]).read_bytes()
+    blob_id = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return ORIGINALS.get(task["file"].removeprefix("eval_data/")) == blob_id
 
 
 def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -132,10 +172,10 @@ def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
             item = {key: value[key] for key in TYPES[task["type"]]}
             solved(item, task)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
-            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem!r}); {AGAIN}")
+            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem!r}); {HINT}")
         items.append(item)
     if len(items) <= task["shots"]:
-        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {AGAIN}")
+        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {HINT}")
     random.Random(1337).shuffle(items)
     return items
 
@@ -168,7 +208,7 @@ def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
             for context in item["context_options"]
         ]
     question = shown + item["context"].strip() + task["delimiter"]
-    # Stripped, because a blank before the border usually belongs to the token after it.
+    # Stripped, because a blank before the boundary usually belongs to the token after it.
     return [question.strip(), question + item["continuation"]]
 
 
@@ -186,9 +226,9 @@ def common_length(rows: list[np.ndarray], backwards: bool = False) -> int:
 def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int]]:
     """The rows that are scored and where scoring starts in each; it ends with the row."""
     if kind == "language_modeling":
-        without, full = rows
-        # All of `without`, unless a token lies across the border.
-        return [full], [common_length([without, full])]
+        context, full = rows
+        # All of the context, unless a token lies across its boundary with the continuation.
+        return [full], [common_length([context, full])]
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
@@ -207,7 +247,7 @@ def build_task(
     pieces: list[np.ndarray] = []
     names = ("shared", "choices", "gold", "rest", "start", "end")
     columns: dict[str, list[int]] = {name: [] for name in names}
-    counts = {"cut": 0, "merged": 0}
+    counts = {"truncated": 0, "across_boundary": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
         shown = "".join(texts[i] for i in pick_shots(len(items), index, task["shots"]))
@@ -216,11 +256,12 @@ def build_task(
         encoded = [np.concatenate((bos, tokens)) for tokens in encoded]
         rows, starts = spans(encoded, task["type"])
         if task["type"] == "language_modeling":
-            counts["merged"] += starts[0] < len(encoded[0])
-        cut = [max(0, len(row) - max_seq_len) for row in rows]
-        counts["cut"] += sum(c > 0 for c in cut)
-        rows = [row[c:] for row, c in zip(rows, cut, strict=True)]
-        starts = [max(1, start - c) for start, c in zip(starts, cut, strict=True)]
+            counts["across_boundary"] += starts[0] < len(encoded[0])
+        # Tokens to remove from the beginning of each row.
+        removed = [max(0, len(row) - max_seq_len) for row in rows]
+        counts["truncated"] += sum(n > 0 for n in removed)
+        rows = [row[n:] for row, n in zip(rows, removed, strict=True)]
+        starts = [max(1, start - n) for start, n in zip(starts, removed, strict=True)]
         shared = min(common_length(rows), min(map(len, rows)) - 1) if len(rows) > 1 else starts[0]
         shared = min(shared, len(rows[0]))
         pieces += [rows[0][:shared], *(row[shared:] for row in rows)]
@@ -261,12 +302,17 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
                 "items": len(arrays["gold"]),
                 "tokens": len(tokens),
                 "text_bytes": int(lengths[tokens].sum()),
-                **entry_of(target, sha256),
+                **file_entry(target, sha256),
             }
-            line = f"{task['label']}: {len(arrays['gold']):,} items, {len(tokens):,} tokens"
-            # A token may lie across the border of context and continuation; scoring begins with it.
-            merged = f"{counts['merged']:,} borders inside a token"
-            tqdm.write(f"{line}, {counts['cut']:,} rows cut, {merged}")
+            # A token may lie across the boundary of context and continuation; it is scored.
+            tqdm.write(
+                f"{task['label']}: {len(arrays['gold']):,} items, {len(tokens):,} tokens, "
+                f"{counts['truncated']:,} rows truncated, "
+                f"{counts['across_boundary']:,} tokens across the context/continuation boundary"
+            )
+    changed = [task["label"] for task in tasks if not is_original(bundle, task)]
+    if changed:
+        print(f"note: not the original text, so no published score compares: {', '.join(changed)}")
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
 
@@ -275,11 +321,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Add the CORE tasks to a dataset, as tokens.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
-    source.add_argument("--download", action="store_true", help=f"fetch {URL}")
+    source.add_argument("--download", action="store_true", help=f"the public bundle, {URL}")
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
-    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning [%(default)s]")
-    add("--items", type=int, default=0, help="items to take of each task (default: all)")
+    max_seq_len = "maximum tokens of a row; longer ones lose their beginning [%(default)s]"
+    add("--max-seq-len", type=int, default=2048, help=max_seq_len)
+    add("--items", type=int, default=0, help="number of items of each task (default: all)")
     args = parser.parse_args()
     check_flags(args, max_seq_len=2, items=0)
     read_dataset(args.data)

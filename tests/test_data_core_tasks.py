@@ -1,11 +1,13 @@
-"""data/core.py on bundles that are damaged or hostile: one sentence, and what was there before stays."""
+"""data/core_tasks.py on bundles that are damaged or hostile: one sentence, and what was there before stays."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import core
-import format
+import core_tasks
+import dataset
 import numpy as np
 import pytest
 import tokenizer
@@ -55,13 +57,13 @@ def data(tmp_path) -> Path:
     """A dataset with shards of one token and a tokenizer of single bytes."""
     root = tmp_path / "data"
     ranks = [bytes([b]) for b in range(256)]
-    sha = format.write_json(root / "tokenizer.json", tokenizer.make_spec(tokenizer.PATTERN, ranks, {"<|bos|>": 256}))
-    files = {"tokenizer.json": format.entry_of(root / "tokenizer.json", sha)}
+    sha = dataset.write_json(root / "tokenizer.json", tokenizer.make_spec(tokenizer.PATTERN, ranks, {"<|bos|>": 256}))
+    files = {"tokenizer.json": dataset.file_entry(root / "tokenizer.json", sha)}
     for split in ("train", "val"):
         name = f"pretrain/{split}_000000.bin"
-        written = format.write_shard(root / name, np.array([256, 65], np.uint16), 256, 257, sha)
-        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **format.entry_of(root / name, written)}
-    format.write_dataset(root, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
+        written = dataset.write_shard(root / name, np.array([256, 65], np.uint16), 256, 257, sha)
+        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **dataset.file_entry(root / name, written)}
+    dataset.write_dataset(root, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
     return root
 
 
@@ -70,44 +72,44 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_file_is_listed_with_its_size_and_text(data, bundle):
-    plain = format.read_dataset(data)
-    core.build(bundle, data, 64)
-    info = format.read_dataset(data)
+    plain = dataset.read_dataset(data)
+    core_tasks.build(bundle, data, 64)
+    info = dataset.read_dataset(data)
     assert [name for name in info["files"] if name.startswith("core/")] == [
         f"core/{label}.npz" for label in ("copa", "lambada", "winograd")
     ]
     for label in ITEMS:
         path, entry = data / f"core/{label}.npz", info["files"][f"core/{label}.npz"]
-        assert entry["bytes"] == path.stat().st_size and entry["sha256"] == format.sha256_file(path)
+        assert entry["bytes"] == path.stat().st_size and entry["sha256"] == dataset.sha256_file(path)
         with np.load(path, allow_pickle=False) as arrays:
             # Each token but BOS is one byte.
             assert entry["text_bytes"] == int((arrays["tokens"] != 256).sum())
             assert entry["tokens"] == len(arrays["tokens"]) and entry["items"] == len(arrays["gold"])
     assert info["fingerprint"] == plain["fingerprint"]
-    assert info["core"] == {"fingerprint": format.fingerprint(info["files"], "core")}
+    assert info["core"] == {"fingerprint": dataset.fingerprint(info["files"], "core")}
     before = info["core"]["fingerprint"]
-    core.build(bundle, data, 64)
-    assert format.read_dataset(data) == info, "the same files again"
-    core.build(bundle, data, 5)
-    assert format.read_dataset(data)["core"]["fingerprint"] != before, "cut rows are other files"
+    core_tasks.build(bundle, data, 64)
+    assert dataset.read_dataset(data) == info, "the same files again"
+    core_tasks.build(bundle, data, 5)
+    assert dataset.read_dataset(data)["core"]["fingerprint"] != before, "cut rows are other files"
 
 
 def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
     """The third of three files cannot be written: the first two are not exchanged either."""
-    core.build(bundle, data, 64)
+    core_tasks.build(bundle, data, 64)
     before = snapshot(data)
-    real = core.write_atomic
+    real = core_tasks.write_atomic
 
     def write_atomic(path, pieces):
-        return format.fail("the disk is full") if path.name == "lambada.npz" else real(path, pieces)
+        return dataset.fail("the disk is full") if path.name == "lambada.npz" else real(path, pieces)
 
-    monkeypatch.setattr(core, "write_atomic", write_atomic)
-    assert "the disk is full" in sentence(lambda: core.build(bundle, data, 32))
+    monkeypatch.setattr(core_tasks, "write_atomic", write_atomic)
+    assert "the disk is full" in sentence(lambda: core_tasks.build(bundle, data, 32))
     assert snapshot(data) == before
     monkeypatch.undo()
     (data / ".core.new.tmp").mkdir()
     (data / ".core.new.tmp/half.npz").write_bytes(b"half")
-    core.build(bundle, data, 32)
+    core_tasks.build(bundle, data, 32)
     assert snapshot(data) != before and not list(data.rglob("*half*"))
 
 
@@ -127,7 +129,7 @@ def test_bad_items_are_named(data, bundle, item, part):
     raw = item if isinstance(item, bytes) else json.dumps(item).encode()
     (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
     before = snapshot(data)
-    message = sentence(lambda: core.build(bundle, data, 64))
+    message = sentence(lambda: core_tasks.build(bundle, data, 64))
     assert part in message and "eval_data/a/copa.jsonl line 3 is no item of type multiple_choice" in message
     assert snapshot(data) == before
 
@@ -144,18 +146,40 @@ def test_bad_items_are_named(data, bundle, item, part):
 def test_bad_tables_are_named(data, bundle, name, old, new, part):
     path = bundle / name
     path.write_text(path.read_text().replace(old, new))
-    assert part in sentence(lambda: core.build(bundle, data, 64))
+    assert part in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
 def test_texts_that_are_not_utf8(data, bundle):
     """Wrong bytes end the script; a lone surrogate in JSON becomes a question mark, as everywhere."""
     path = bundle / "eval_data/a/lambada.jsonl"
     path.write_bytes(b'{"context": "a\\ud800", "continuation": "b"}\n')
-    core.build(bundle, data, 64)
+    core_tasks.build(bundle, data, 64)
     with np.load(data / "core/lambada.npz", allow_pickle=False) as arrays:
         assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
     path.write_bytes(b'{"context": "a\xff", "continuation": "b"}\n')
-    assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core.build(bundle, data, 64))
+    assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core_tasks.build(bundle, data, 64))
+
+
+def test_the_public_bundle(data, bundle, tmp_path, monkeypatch, capsys):
+    """It is fetched, and a task whose text is not the original, by the id that git gives it, is named."""
+    paths = sorted((bundle / "eval_data").rglob("*.jsonl"))
+    ids = subprocess.check_output(["git", "hash-object", "--no-filters", *paths], text=True).split()
+    names = [path.relative_to(bundle / "eval_data").as_posix() for path in paths]
+    monkeypatch.setattr(core_tasks, "ORIGINALS", dict(zip(names, ids, strict=True)))
+    monkeypatch.setattr(sys, "argv", ["core_tasks.py", "--download", "--data", str(data)])
+
+    def download() -> str:
+        archive = shutil.make_archive(tmp_path / "b", "zip", bundle.parent, bundle.name)
+        monkeypatch.setattr(core_tasks, "URL", Path(archive).as_uri())
+        core_tasks.main()
+        return capsys.readouterr().out
+
+    assert "not the original text" not in download()
+    lambada = bundle / "eval_data/a/lambada.jsonl"
+    lambada.write_bytes(lambada.read_bytes() + b"\n")
+    assert "note: not the original text, so no published score compares: lambada\n" in download()
+    monkeypatch.setattr(core_tasks, "URL", (tmp_path / "none.zip").as_uri())
+    assert "cannot fetch" in sentence(core_tasks.main) and "pass --bundle" in sentence(core_tasks.main)
 
 
 @pytest.mark.parametrize("ending", ["zip", "tar.zst"])
@@ -164,8 +188,8 @@ def test_damaged_archives(bundle, tmp_path, ending):
     if ending == "tar.zst":
         path = path.with_suffix(".tar.zst")
         path.write_bytes(zstandard.compress((tmp_path / "b.tar").read_bytes()))
-    assert snapshot(core.open_bundle(path, tmp_path / "whole")) == snapshot(bundle)
+    assert snapshot(core_tasks.open_bundle(path, tmp_path / "whole")) == snapshot(bundle)
     raw = path.read_bytes()
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)
-        assert "cannot be read" in sentence(lambda: core.open_bundle(path, tmp_path / "damaged"))
+        assert "cannot be read" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))

@@ -10,9 +10,10 @@ A shard is a header of 256 little-endian int32 words, then uint16 tokens:
     words 5-12   sha256 of tokenizer.json (zeros: not stated)
     words 13-20  sha256 of the token bytes (zeros: not stated)
 
-Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there. Every write goes to
-a temporary file that is renamed at the end, so a file is either complete or does not exist. User errors end the script
-through fail(): one sentence on stderr, exit code 1.
+Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there.
+Every write goes to a temporary file that is renamed at the end, so a file is either complete or
+does not exist. All errors of users in data/ go through fail(), which raises SystemExit: one
+sentence on stderr, exit code 1.
 """
 
 import contextlib
@@ -48,12 +49,12 @@ COUNTS = {
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the script with one sentence on stderr and exit code 1."""
+    """Raises SystemExit, which ends a script with the message on stderr and exit code 1."""
     raise SystemExit(f"error: {' '.join(message.split())}")
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's main function and turns errors of the system into one sentence."""
+    """Runs a script's main function, and turns errors of the system into an error message."""
     try:
         main()
     except KeyboardInterrupt:
@@ -77,7 +78,8 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def is_right(path: Path, sha256: str) -> bool:
+def sha256_matches(path: Path, sha256: str) -> bool:
+    """Whether a file exists and has this sha256."""
     return path.is_file() and sha256_file(path) == sha256
 
 
@@ -117,7 +119,8 @@ def remove_leftovers(folder: str | Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Locks a dataset directory for the duration of a `with`, and makes it if it does not exist.
 
-    The file .lock is kept, as deleting it would let two processes in.
+    The file .lock is kept, as deleting it would let two processes in. Where it cannot be locked, as
+    on some network file systems, a warning says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
@@ -125,8 +128,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         fail(f"another process is writing to {folder}; wait until it ends")
-    except (OSError, NotImplementedError):
-        pass  # the file system has no locks
+    except (OSError, NotImplementedError) as problem:
+        hint = "let no other command write to it meanwhile"
+        print(f"warning: {folder} cannot be locked ({problem}); {hint}", file=sys.stderr)
     try:
         yield
     finally:
@@ -134,6 +138,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def json_bytes(value: Any) -> bytes:
+    """A JSON value as the scripts of data/ write it: indented by one, ASCII, with a line end."""
     return (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()
 
 
@@ -152,8 +157,8 @@ def read_json(path: str | Path) -> Any:
         fail(f"{path} is not a readable JSON file ({problem}); restore or delete it")
 
 
-def entry_of(path: str | Path, sha256: str) -> dict[str, Any]:
-    """What dataset.json says about every file: its size in bytes and its sha256."""
+def file_entry(path: str | Path, sha256: str) -> dict[str, Any]:
+    """{"bytes", "sha256"} of a file, as dataset.json lists it."""
     return {"bytes": os.path.getsize(path), "sha256": sha256}
 
 
@@ -184,21 +189,21 @@ def write_shard(
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """Checks the header against the file's size and returns
-    {"tokens", "bos_id", "vocab_size", "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
+    """Checks the header against the file's size and returns {"tokens", "bos_id", "vocab_size",
+    "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
     """
-    again = "write or download it again"
+    hint = "write or download it again"
     with open(path, "rb") as f:
         raw = f.read(HEADER_BYTES)
         size = os.fstat(f.fileno()).st_size
     header = np.frombuffer(raw.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     magic, version, count = map(int, header[:3])
     if magic != MAGIC or version != VERSION:
-        fail(f"{path} is not a token shard: it has magic {magic} version {version}; {again}")
+        fail(f"{path} is not a token shard: it has magic {magic} version {version}; {hint}")
     expected = HEADER_BYTES + 2 * count
     if count <= 0 or size != expected:
         kind = "truncated" if size < expected else "too long"
-        fail(f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; {again}")
+        fail(f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; {hint}")
     words = [header[5:13].tobytes(), header[13:21].tobytes()]
     tokenizer_sha256, payload_sha256 = (w.hex() if any(w) else "" for w in words)
     bos_id = int(header[3]) - 1
@@ -218,11 +223,11 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
     """
     header = read_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(header["tokens"],))
-    stated = header["payload_sha256"]
-    if verify and stated:
-        found = hashlib.sha256(tokens.data).hexdigest()
-        if found != stated:
-            fail(f"shard {path} is damaged: expected {stated}, found {found}; write it again")
+    expected = header["payload_sha256"]
+    if verify and expected:
+        actual = hashlib.sha256(tokens.data).hexdigest()
+        if actual != expected:
+            fail(f"shard {path} is damaged: expected {expected}, found {actual}; write it again")
     return tokens
 
 
@@ -239,14 +244,13 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
 
 
 def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> str:
-    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its
-    files and of the tokenizer.
+    """Hex sha256 of the sorted lines "path sha256" of the files of a folder and of tokenizer.json.
 
-    That of pretrain/ identifies the dataset. Evaluation and finetuning files may be added later and have fingerprints
-    of their own.
+    That of pretrain/ identifies the dataset. Evaluation and finetuning files may be added later and
+    have fingerprints of their own.
     """
-    read = [path for path in files if path == "tokenizer.json" or path.startswith(f"{folder}/")]
-    lines = sorted(f"{path} {files[path]['sha256']}\n" for path in read)
+    paths = [path for path in files if path == "tokenizer.json" or path.startswith(f"{folder}/")]
+    lines = sorted(f"{path} {files[path]['sha256']}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -266,8 +270,9 @@ def shard_names(files: Iterable[str], prefix: str) -> list[str]:
 
 
 def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
-    """Writes folder/dataset.json from {"name", "sources", "tokenizer_sha256", "vocab_size", "bos_id",
-    "special_tokens", "files", ...}; the format, the split totals and the fingerprints are filled in here.
+    """Writes folder/dataset.json from {"name", "sources", "tokenizer_sha256", "vocab_size",
+    "bos_id", "special_tokens", "files", ...}; the format, the split totals and the fingerprints are
+    filled in here.
     """
     files = dict(sorted(dataset["files"].items()))
     value = {"format": DATASET_FORMAT, **dataset, "splits": sum_splits(files, "pretrain")}
@@ -303,20 +308,23 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
         if not LISTED_NAME.fullmatch(name):
             fail(f"{path} lists the file {name!r} with a bad path; build the dataset again")
     for name in FOLDERS:
-        right = fingerprint(files, name)
-        # Those of earlier versions state none of sft/ and core/.
-        stated = value if name == "pretrain" else value.get(name, {})
-        if stated.get("fingerprint", right) != right:
-            fail(f"{path} does not agree with itself: the files of {name}/ have another fingerprint; build it again")
+        actual = fingerprint(files, name)
+        # Datasets of earlier versions state none of sft/ and core/.
+        notes = value if name == "pretrain" else value.get(name, {})
+        if notes.get("fingerprint", actual) != actual:
+            fail(
+                f"{path} does not agree with itself: the files of {name}/ have another fingerprint; "
+                "build it again"
+            )
     return value
 
 
 @contextlib.contextmanager
 def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(a folder to fill, a dict for its entries in dataset.json), which replace those of root/NAME
-    after the `with`; `more` goes into dataset.json too.
+    """Yields (a folder to fill, a dict to fill with its entries in dataset.json). After the `with`
+    they replace those of root/NAME, and `more` goes into dataset.json too.
 
-    The old folder stays until the new one is whole. While they change places, dataset.json lists neither.
+    The old folder stays until the new one is complete; in between dataset.json lists neither.
     """
     dataset = read_dataset(root)
     remove_leftovers(root)
@@ -346,9 +354,8 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
         fail(f"{path} is missing, but dataset.json lists it; restore it")
     if path.suffix == ".bin":
         read_header(path)
-    found = sha256_file(path)
     size = path.stat().st_size
-    if found != entry["sha256"] or size != entry.get("bytes", size):
+    if sha256_file(path) != entry["sha256"] or size != entry.get("bytes", size):
         fail(f"{path} was changed: dataset.json lists another size or sha256; restore it")
 
 
@@ -357,36 +364,39 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
 
     lengths int32 [vocabulary]: the bytes of text of each token.
     """
+    hint = "give the tokenizer it was made with, or make it again"
     header = read_header(path)
-    again = "give the tokenizer it was made with, or make it again"
-    found = header["tokenizer_sha256"]
-    if found not in ("", tokenizer_sha256):
-        fail(f"{path} was made with another tokenizer (sha256 {found}, not {tokenizer_sha256}); {again}")
+    made_with = header["tokenizer_sha256"]
+    if made_with not in ("", tokenizer_sha256):
+        wrong = f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256})"
+        fail(f"{wrong}; {hint}")
     tokens = read_shard(path, verify=True)
     if tokens.max() >= len(lengths):
-        fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {again}")
+        fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {hint}")
     # A piece at a time, as bincount widens to int64.
     pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
     counts = sum(np.bincount(piece, minlength=len(lengths)) for piece in pieces)
-    stated = header["bos_id"]
+    header_bos = header["bos_id"]
     entries = header["vocab_size"]
-    if stated not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
-        wrong = f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}"
-        fail(f"{wrong}, {entries} entries); {again}")
-    size = int(counts @ lengths)
-    return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": size}
+    if header_bos not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
+        fail(
+            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary "
+            f"(BOS {header_bos}, {entries} entries); {hint}"
+        )
+    return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
 
 
-def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
-    """A sentence, if documents of the validation split are also in the training split."""
+def overlap_note(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
+    """A message if documents of the validation split are also in the training split, else ""."""
     files = read_dataset(folder)["files"]
-    what = "conversations" if kind == "sft" else "documents"
-    train, val = (shard_names(files, f"{kind}/{split}_") for split in ("train", "val"))
+    unit = "conversations" if kind == "sft" else "documents"
+    train = shard_names(files, f"{kind}/train_")
+    val = shard_names(files, f"{kind}/val_")
     held_out = Counter(read_documents([folder / name for name in val], bos_id))
     documents = read_documents([folder / name for name in train], bos_id)
-    seen = {document for document in documents if document in held_out}
-    shared = sum(held_out[document] for document in seen)
-    if not shared:
+    in_both = {document for document in documents if document in held_out}
+    if not in_both:
         return ""
-    total = sum(files[name][what] for name in val)
-    return f"{shared:,} of {total:,} {what} of the validation split are also in the training split"
+    count = sum(held_out[document] for document in in_both)
+    total = sum(files[name][unit] for name in val)
+    return f"{count:,} of {total:,} {unit} of the validation split are also in the training split"

@@ -1,0 +1,441 @@
+"""Rivals: they read and score what train_small.py does; changes that do not fit stop; results follow from logs."""
+
+import gzip
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import train_small as ts
+
+from conftest import ROOT, tiny_config, write_dataset, write_shard
+
+sys.path.insert(0, str(ROOT / "records/rivals"))
+import plain_gpt
+import rivals
+from rival_text import Text, UserError
+
+
+def config_of(**overrides) -> ts.Config:
+    return tiny_config(val_tokens=10**9, **overrides)
+
+
+def test_scored_documents_are_those_of_the_script(dataset, dataset_dir):
+    expected = ts.scored_documents(ts.validation_documents(dataset, config_of()), config_of())
+    text = Text(dataset_dir, cut=64)
+    assert len(text.scored) == len(expected) > 3
+    assert max(map(len, text.scored)) == 64
+    for document, (sequence, _) in zip(text.scored, expected, strict=True):
+        assert document.tolist() == sequence.tolist()
+    lengths = dataset.tokenizer.token_bytes
+    assert text.bytes == sum(int(lengths[sequence[1:]].sum()) for sequence, _ in expected)
+    assert text.targets == sum(int((lengths[sequence[1:]] > 0).sum()) for sequence, _ in expected)
+
+
+def test_training_packs_are_those_of_the_script(dataset, dataset_dir):
+    """At shard ends, in documents longer than a pack and in those of a BOS alone too."""
+    text = Text(dataset_dir, cut=64)
+    reader = ts.ShardReader(dataset, config_of())
+    offset = 0
+    for size in [100, 128, 37, 200] * 12:
+        inputs, targets, ends, offset = text.pack(offset, size, 64)
+        found = []
+        while sum(len(segment) - 1 for segment in found) < size:
+            found.append(reader.segment(min(size - sum(len(segment) - 1 for segment in found), 64)))
+        assert inputs.tolist() == np.concatenate([segment[:-1] for segment in found]).tolist()
+        assert targets.tolist() == np.concatenate([segment[1:] for segment in found]).tolist()
+        assert ends == np.cumsum([len(segment) - 1 for segment in found]).tolist()
+    with pytest.raises(UserError, match="ran out of text"):
+        text.pack(len(text.tokens) - 5, 64, 64)
+
+
+def test_validation_holds_every_scored_target_once(dataset_dir):
+    text = Text(dataset_dir, cut=64)
+    expected = [ids for document in text.scored for ids in document[1:].tolist() if text.token_bytes[ids]]
+    for batches in (text.validation_batches(3), text.validation_packs(150, multiple=4)):
+        targets = np.concatenate([batch[1].ravel() for batch in batches])
+        assert targets[targets >= 0].tolist() == expected
+    packs = text.validation_packs(150, multiple=4)
+    assert len(packs) % 4 == 0
+    for _, _, ends in packs:
+        assert ends[-1] == 150
+        assert max(np.diff([0, *ends])) <= 64
+
+
+def test_a_changed_shard_is_refused(tmp_path):
+    folder = write_dataset(tmp_path / "data")
+    write_shard(folder / "pretrain/val_000000.bin", [256, 1, 2])
+    with pytest.raises(UserError, match=r"val_000000\.bin is missing or is not the file"):
+        Text(folder)
+
+
+def test_other_counts_than_the_benchmarks_are_refused(tmp_path):
+    folder = write_dataset(tmp_path / "p34")
+    with pytest.raises(UserError, match="not .2217239, 9689981."):
+        Text(folder)
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("text, count", [("other", 0), ("a = 1\nb\na = 1", 2)])
+def test_a_change_that_does_not_fit_once_is_one_sentence(text, count):
+    with pytest.raises(UserError, match=f"train.py holds 'a = 1' {count} times, not once"):
+        rivals.replace_once(text, "a = 1", "a = 2", "train.py")
+
+
+def commit_all(folder) -> str:
+    git = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    subprocess.run([*git[:3], "init", "-q"], check=True)
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-qm", "all"], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def clone_of_modded(folder, monkeypatch, leave_out: str = ""):
+    """A repository whose files hold the anchors alone."""
+    folder.mkdir()
+    for name in ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py"):
+        anchors = [old for file, old, _ in rivals.CHANGES if file == name and old != leave_out]
+        (folder / name).write_text("\n".join(f"x = dict({a})" if a.endswith(",") else a for a in anchors) + "\n")
+    monkeypatch.setitem(rivals.CLONES, "modded", ("https://localhost/modded", commit_all(folder)))
+    return folder
+
+
+def test_copies_come_from_the_commit(tmp_path, monkeypatch, capsys):
+    """Not from the work tree of the clone, which may be at another commit or edited."""
+    clone = clone_of_modded(tmp_path / "clone", monkeypatch)
+    (clone / "train_gpt.py").write_text("edited")
+    assert rivals.main(["prepare", "--modded", str(clone), "--out", str(tmp_path / "out")]) == 0
+    copy = (tmp_path / "out/modded/train_gpt.py").read_text()
+    assert "edited" not in copy
+    for file, old, new in rivals.CHANGES:
+        changed = (tmp_path / "out/modded" / file).read_text()
+        assert new in changed
+        assert old not in changed.replace(new, "")
+
+
+def test_missing_anchors_and_clones_are_one_sentence(tmp_path, monkeypatch, capsys):
+    clone = clone_of_modded(tmp_path / "clone", monkeypatch, leave_out="vocab_size=50257,")
+    assert rivals.main(["prepare", "--modded", str(clone), "--out", str(tmp_path / "out")]) == 1
+    assert "train_gpt.py of modded-nanogpt holds 'vocab_size=50257,' 0 times" in capsys.readouterr().err
+    assert rivals.main(["prepare", "--nanochat", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "run `git clone https://github.com/karpathy/nanochat" in capsys.readouterr().err
+    assert rivals.main(["nanochat", "--data", str(tmp_path), "--tokens", "1", "--out", str(tmp_path / "none")]) == 1
+    assert "rivals.py prepare --nanochat CLONE" in capsys.readouterr().err
+
+
+# -- modded-nanogpt: what its copy calls
+
+
+@pytest.fixture
+def hooks(tmp_path, monkeypatch):
+    """Imports modded_hooks as a copy does, with a vocabulary of 32,768 entries and batches divided by `divide`."""
+
+    def load(divide: int = 8, tokens: int = 34_013_184):
+        folder = tmp_path / f"data_{divide}"
+        merges = [bytes([i // 256, i % 256]) for i in range(32768 - 256 - 9)]
+        write_dataset(folder, merges=merges)
+        settings = {"data": str(folder), "divide": divide, "tokens": tokens, "lr": 1.4, "mlp": "bf16", "seed": 3}
+        monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings | {"limit": None}))
+        monkeypatch.delitem(sys.modules, "modded_hooks", raising=False)
+        module = importlib.import_module("modded_hooks")
+        module.DEVICE = "cpu"
+        return module
+
+    return load
+
+
+def test_steps_of_record_89(hooks):
+    """1,270 scheduled steps to 15 more, as there, for the tokens of P34, at most half a batch away from them."""
+    module = hooks()
+    for divide, steps in {1: (127, 2), 2: (255, 3), 4: (510, 6), 8: (1020, 12), 16: (2040, 24)}.items():
+        batches = [size // divide for size in (131072, 262144, 393216, 393216)]
+        assert module.choose_steps(34_013_184, batches) == steps
+        bounds = [0, round(steps[0] / 3), round(steps[0] * 2 / 3), steps[0], sum(steps)]
+        tokens = sum((bounds[i + 1] - bounds[i]) * batches[i] for i in range(4))
+        assert module.trained_tokens(*steps, batches) == tokens
+        assert abs(tokens - 34_013_184) <= batches[-1] / 2
+
+
+def test_what_the_copy_gets(hooks):
+    """Batches and rates are changed in place, and the loader gives packs of the text, in training and validation."""
+    module = hooks(16)
+    stages = [types.SimpleNamespace(batch_size=size) for size in (131072, 262144, 393216, 393216)]
+    schedule = type("TrainingSchedule", (), {"get_lr": lambda self, step: 0.5 + step})
+    names = {"TRAINING_STAGES": stages, "args": types.SimpleNamespace(), "TrainingSchedule": schedule}
+    names |= {"GPT": type("GPT", (), {}), "get_bigram_hash": lambda x: x + 1}
+    module.change(names)
+    assert [stage.batch_size for stage in stages] == [8192, 16384, 24576, 24576]
+    assert schedule().get_lr(2) == pytest.approx(3.5)
+    assert names["GPT"]().quantize_mlp_fp8(bootstrap_down=True) is None
+    assert module.grad_accum_steps == 1
+
+    # Its loss is a mean over all positions, and what is not scored has cross_entropy's index to be left out.
+    args = names["args"]
+    loader = names["distributed_data_generator"]("", args.val_batch_size, -1, grad_accum_steps=1, align_to_bos=False)
+    inputs, targets, bounds, bigrams, on_host = next(loader)
+    assert len(inputs) == args.val_tokens == module.VALIDATION_PACK
+    assert int((targets >= 0).sum()) == module.text.targets
+    assert set(targets[targets < 0].tolist()) == {-100}
+    assert bounds[0] == 0 and bounds[-1] == len(inputs) and (bounds.diff() >= 0).all()
+    assert (bigrams == inputs + 1).all() and (on_host == bigrams.numpy()).all()
+
+
+def test_training_packs_of_the_copy(hooks):
+    module = hooks(8)
+    module.SEGMENTS = {512: 200, 256: 100}
+    loader = module.generator(lambda x: x, "", 1024, 64, grad_accum_steps=2)
+    inputs, targets, bounds, *_ = loader.send(None)
+    expected = module.text.pack(0, 512, 64)
+    assert inputs.tolist() == expected[0].tolist()
+    assert targets.tolist() == expected[1].tolist()
+    assert bounds[1 : len(expected[2]) + 1].tolist() == expected[2]
+    inputs, *_ = loader.send((256, 128, 1))
+    assert inputs.tolist() == module.text.pack(expected[3], 256, 128)[0].tolist()
+
+
+def weights(q, k, bounds, scale, window) -> torch.Tensor:
+    """Of attention that is causal, inside documents, over `window` tokens back, (H, T, T), from the definition."""
+    position = torch.arange(len(q))
+    document = torch.bucketize(position, bounds[1:].long(), right=True)
+    back = position[:, None] - position
+    seen = (document[:, None] == document) & (back >= 0) & ((back <= window) if window >= 0 else True)
+    scores = torch.einsum("ihk,jhk->hij", q, k) * scale
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def attention(q, k, v, bounds, scale, window) -> torch.Tensor:
+    return torch.einsum("hij,jhk->ihk", weights(q, k, bounds, scale, window), v)
+
+
+def test_flash_attn_4_becomes_one_operator(monkeypatch):
+    """Its two functions are called with what they need, and their gradients arrive where they belong."""
+
+    def forward(q, k, v, return_lse, softmax_scale, causal, window_size_left, **lengths):
+        assert causal and lengths["cu_seqlens_q"] is lengths["cu_seqlens_k"] and lengths["max_seqlen_k"] == 6
+        left = -1 if window_size_left is None else window_size_left
+        out = attention(q, k, v, lengths["cu_seqlens_q"], softmax_scale, left)
+        return out, torch.zeros(q.size(1), q.size(0)), None, None, None
+
+    def backward(q, k, v, out, grad, lse, softmax_scale, causal, window_size_left, **lengths):
+        assert lse.shape == (q.size(1), q.size(0))
+        left = -1 if window_size_left is None else window_size_left
+        p = weights(q, k, lengths["cu_seqlens_q"], softmax_scale, left)
+        p_grad = torch.einsum("ihk,jhk->hij", grad, v)
+        s_grad = p * (p_grad - (grad * out).sum(-1).T[:, :, None]) * softmax_scale
+        q_grad = torch.einsum("hij,jhk->ihk", s_grad, k)
+        k_grad = torch.einsum("hij,ihk->jhk", s_grad, q)
+        return q_grad, k_grad, torch.einsum("hij,ihk->jhk", p, grad)
+
+    module = types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    monkeypatch.setenv("RIVAL_SETTINGS", json.dumps({"attention": "fa4"}))
+    path = ROOT / "records/rivals/stand_ins/kernels.py"
+    spec = importlib.util.spec_from_file_location("stand_in", path)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
+    bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    flash = kernels.get_kernel("any").flash_attn_interface
+    compiled = torch.compile(flash.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    for window in (-1, 3):
+        out = compiled(q, k, v, bounds, bounds, 6, 6, causal=True, softmax_scale=0.3, window_size=(window, 0))
+        expected = attention(q, k, v, bounds, 0.3, window)
+        torch.testing.assert_close(out, expected)
+        weight = torch.randn_like(out)
+        found = torch.autograd.grad((out * weight).sum(), (q, k, v))
+        for one, other in zip(found, torch.autograd.grad((expected * weight).sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(one, other)
+
+    # nanochat's dense rows are documents of equal length.
+    rows = flash.flash_attn_func(*(x.view(2, 6, 2, 8) for x in (q, k, v)), causal=True, window_size=(window, 0))
+    bounds = torch.tensor([0, 6, 12], dtype=torch.int32)
+    torch.testing.assert_close(rows.flatten(0, 1), attention(q, k, v, bounds, 8**-0.5, window))
+
+
+# -- the plain GPT, and runs from the command to the table
+
+
+def gpt_settings(**overrides) -> dict:
+    settings = {"seed": 0, "layers": 2, "width": 32, "heads": 2, "sequence": 64, "lr": 0.003, "rows": 4, "batch": 512}
+    return settings | {"steps": 16, "warmup": 2, "compile": False} | overrides
+
+
+def test_plain_gpt_learns(dataset_dir):
+    text = Text(dataset_dir, cut=64)
+    untrained = plain_gpt.train(text, gpt_settings(steps=1, lr=0.0), say=lambda *_, **__: None)
+    trained = plain_gpt.train(text, gpt_settings(), say=lambda *_, **__: None)
+    uniform = text.targets * math.log(text.vocab_size) / math.log(2) / text.bytes
+    assert untrained["bpb"] == pytest.approx(uniform, rel=0.02)
+    assert trained["bpb"] < 0.85 * untrained["bpb"]
+    assert trained["tokens"] == 16 * 512
+
+
+def test_plain_gpt_is_causal_and_skips_what_does_not_count():
+    torch.manual_seed(0)
+    model = plain_gpt.PlainGPT(vocab_size=50, layers=2, width=32, heads=2, sequence=16)
+    tokens = torch.randint(50, (2, 16))
+    targets = torch.randint(50, (2, 16))
+    targets[0, 3] = -1
+    nats = model(tokens, targets)
+    assert nats[0, 3] == 0
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 50
+    assert torch.equal(model(changed, targets)[:, :10], nats[:, :10])
+    assert not torch.equal(model(changed, targets)[:, 10:], nats[:, 10:])
+
+
+def test_nanochat_reads_the_documents_in_their_order(dataset, dataset_dir, monkeypatch):
+    settings = {"data": str(dataset_dir), "sequence": 64, "limit": None, "rows": 2, "loader": "bestfit"}
+    monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings))
+    monkeypatch.delitem(sys.modules, "nanochat_run", raising=False)
+    module = importlib.import_module("nanochat_run")
+    tokens = np.concatenate([dataset.read(path) for path in dataset.files("train")]).tolist()
+    encode = module.Tokenizer().encode
+    read = []
+    for batch, (*_, epoch) in module.document_batches("train", None, 7):
+        if epoch == 2:
+            break
+        assert len(batch) <= 7
+        read += np.concatenate(encode(batch, prepend=dataset.tokenizer.bos_id, num_threads=4)).tolist()
+    assert read == tokens
+
+
+# The parts of nanochat that nanochat_run.py replaces or relies on; the "model" gives every target the same nats.
+NANOCHAT = {
+    "nanochat/common.py": "def compute_init(kind):\n    import torch\n    torch.manual_seed(42)\n    return kind\n",
+    "nanochat/gpt.py": "class GPT:\n    def setup_optimizer(self, matrix_lr, weight_decay):\n"
+    "        print('rates', matrix_lr, weight_decay)\n",
+    "nanochat/checkpoint_manager.py": "def save_checkpoint(*args):\n    raise SystemExit('saved')\n",
+    "nanochat/tokenizer.py": "import rustbpe\ndef get_tokenizer(): pass\ndef get_token_bytes(device): pass\n",
+    "nanochat/dataloader.py": "def _document_batches(): pass\n"
+    "def tokenizing_distributed_data_loader_bos_bestfit(): pass\n"
+    "def tokenizing_distributed_data_loader_with_state_bos_bestfit(): pass\n",
+    "scripts/base_train.py": """
+import argparse, math, nanochat.dataloader, wandb
+from nanochat.common import compute_init
+from nanochat.gpt import GPT
+from nanochat.checkpoint_manager import save_checkpoint
+from nanochat.tokenizer import get_tokenizer, get_token_bytes
+from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as held_out
+from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
+parser = argparse.ArgumentParser()
+for name in ("depth", "max-seq-len", "device-batch-size", "total-batch-size", "num-iterations", "eval-every",
+             "core-metric-every", "sample-every", "eval-tokens"):
+    parser.add_argument("--" + name, type=int)
+args = parser.parse_args()
+device = compute_init("cpu")
+GPT().setup_optimizer(matrix_lr=0.02, weight_decay=0.1)
+B, T = args.device_batch_size, args.max_seq_len
+train = loader(get_tokenizer(), B, T, split="train", device=device)
+token_bytes = get_token_bytes(device=device)
+for step in range(args.num_iterations):
+    x, y, state = next(train)
+    print(f"step {step:05d}/{args.num_iterations:05d} (0%) | dt: 100.00ms | x")
+targets = bytes_ = 0
+batches = iter(held_out(get_tokenizer(), B, T, split="val", device=device))
+for _ in range(args.eval_tokens // (B * T)):
+    x, y = next(batches)
+    targets += int((y >= 0).sum())
+    bytes_ += int(token_bytes[y[y >= 0]].sum())
+assert next(batches, None) is None
+bpb = 3.0 * targets / math.log(2) / bytes_
+meta = {"val_bpb": bpb, "loop_state": {"total_training_time": 0.1 * (args.num_iterations - 11)},
+        "total_batch_size": args.total_batch_size, "dataloader_state_dict": state}
+save_checkpoint("folder", args.num_iterations, {}, {}, meta, rank=0)
+""",
+}
+
+
+def test_nanochat_from_clone_to_table(dataset_dir, tmp_path, monkeypatch, capsys):
+    clone = tmp_path / "clone"
+    for name, content in NANOCHAT.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(content)
+    monkeypatch.setitem(rivals.CLONES, "nanochat", ("https://localhost/nanochat", commit_all(clone)))
+    folders = ["--out", str(tmp_path / "out"), "--logs", str(tmp_path / "logs")]
+    assert rivals.main(["prepare", "--nanochat", str(clone), *folders]) == 0
+
+    flags = ["--data", str(dataset_dir), "--sequence", "64", "--batch", "256", "--steps", "13", "--tokens", "3328"]
+    flags += ["--loader", "stream", "--lr", "2", "--seeds", "1", "--gpu", ""]
+    assert rivals.main(["nanochat", *flags, *folders]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.name.endswith("seed-1.log.gz")
+    run = rivals.read_log(log)
+    text = Text(dataset_dir, cut=64)
+    assert run["result"]["nats"] == pytest.approx(3 * text.targets)
+    assert run["result"]["seconds"] == pytest.approx(1.3)
+    assert run["result"]["tokens"] == 13 * 256
+    assert run["dataset"]["scored"]["bytes"] == text.bytes
+    assert "rates 0.04 0.1" in gzip.decompress(log.read_bytes()).decode()
+
+    assert rivals.main(["results", *folders]) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    bpb = f"{run['result']['bpb']:.4f}"
+    assert f"| 1 | 13 | 3,328 | {bpb} | {bpb} | 1.3 |" in row
+
+
+def write_log(path, bpb: float = 1.5, seconds: float = 2.0, more: str = "", seed: int = 0, true_bpb=1.5) -> None:
+    nats = true_bpb * math.log(2) * 1000
+    run = {"settings": {"rival": "gpt", "lr": 0.001, "seed": seed, "smoke": False}, "machine": {"device": "a CPU"}}
+    run |= {"dataset": {"name": "p34", "scored": {"bytes": 1000}}}
+    result = {"bpb": bpb, "nats": nats, "seconds": seconds, "steps": 50, "tokens": 100, "gib": None}
+    lines = ["RUN " + json.dumps(run), "step 50/50 loss 1.2345 seconds 2.00", "RESULT " + json.dumps(result) + more]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+
+
+def test_a_log_that_contradicts_its_result_is_refused(tmp_path):
+    path = tmp_path / "x.log.gz"
+    write_log(path)
+    assert rivals.read_log(path)["result"]["bpb"] == 1.5
+    write_log(path, bpb=1.4)
+    with pytest.raises(UserError, match="states 1.400000 bpb, but its nats give 1.500000"):
+        rivals.read_log(path)
+    write_log(path, seconds=1.9)
+    with pytest.raises(UserError, match="50 steps in 1.90 s, but its lines give 50 in 2.00 s"):
+        rivals.read_log(path)
+    write_log(path, more="\nRESULT {}")
+    with pytest.raises(UserError, match="no log of a finished run: it has 2 results"):
+        rivals.read_log(path)
+
+
+def test_seeds_share_a_row(tmp_path, capsys):
+    write_log(tmp_path / "a.log.gz", seed=0)
+    write_log(tmp_path / "b.log.gz", seed=1, bpb=1.6, true_bpb=1.6, seconds=2.004)
+    assert rivals.main(["results", "--logs", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == ["| p34 | gpt | lr 0.001 | 0, 1 | 50 | 100 | 1.5500 | 1.5000, 1.6000 | 2.0 |  | a CPU |"]
+
+
+def test_modded_clock_is_that_of_its_validation():
+    lines = ["step:9/10 train_time:900ms step_avg:100.00ms", "step:10/10 train_time:950ms step_avg:95.00ms"]
+    lines += ["RESULT {}", "step:10/10 val_loss:3.1 train_time:1000ms step_avg:100.00ms"]
+    assert rivals.modded_clock(lines) == (10, 1.0)
+
+
+def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):
+    args = types.SimpleNamespace(seeds=[0], logs=tmp_path, cache=tmp_path, gpu="")
+    settings = {"rival": "gpt", "data": str(dataset_dir), "tokens": 1, "sequence": 64, "limit": None, "smoke": False}
+    with pytest.raises(UserError, match="the run ended with status 3; its log is"):
+        rivals.train(args, settings, ["-c", "print('the reason'); raise SystemExit(3)"], tmp_path, {})
+    assert "the reason" in capsys.readouterr().err
+    (log,) = tmp_path.iterdir()
+    assert log.suffix == ".log"
+
+
+def test_modded_needs_a_gpu(dataset_dir, tmp_path, capsys):
+    (tmp_path / "modded").mkdir()
+    flags = ["--data", str(dataset_dir), "--tokens", "1000", "--gpu", "", "--out", str(tmp_path)]
+    assert rivals.main(["modded", *flags]) == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
