@@ -4,11 +4,11 @@
     python runs/score_core.py out/RUN --limit 200           the first 200 examples of each task, an estimate of CORE
     torchrun --standalone --nproc_per_node=8 runs/score_core.py out/RUN
 
-data/core_tasks.py adds the tasks to the run's dataset. CORE is the mean over the tasks of (accuracy - chance) / (1 - chance),
-where chance is the accuracy of a random guess. The table goes to core.csv in the run directory, the score to its
-result.json and, as one JSON object, to the last line on stdout. For an earlier checkpoint or an unfinished run there is
-only a table, core_step_N.csv; so it is with --limit (core_limit_N.csv), as the mean is no CORE then. This executes the
-training script in the run directory.
+data/core_tasks.py adds the tasks to the run's dataset. CORE is the mean over the tasks of
+(accuracy - chance) / (1 - chance), where chance is the accuracy of a random guess. The table goes to core.csv in the
+run directory, the score to its result.json and, as one JSON object, to the last line on stdout. For an earlier
+checkpoint or an unfinished run there is only a table, core_step_N.csv; so it is with --limit (core_limit_N.csv), as the
+mean is no CORE then. This executes the training script in the run directory.
 """
 
 import argparse
