@@ -911,7 +911,7 @@ class GPT(nn.Module):
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
         buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # prepare_loop fills them in
-        self.windows = (c.window_short, c.window_long, 2 * c.window_short)  # the last: rows of paired layers
+        self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
         self.attention: Callable | None = None
@@ -1154,10 +1154,10 @@ class GPT(nn.Module):
         """
         c = self.config
         first_T = (positions_T == 0)[:, None, None]
-        attention = self.attention(self.windows[:2], positions_T, cu_seqlens, max_doc)
+        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
         if c.paired_layers:
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
-            paired = self.attention(self.windows[2:], rows_2T, 2 * cu_seqlens, 2 * max_doc)
+            paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
 
         def attend(layer, q, k, v):
             if layer in c.key_offset_layers:

@@ -24,25 +24,29 @@ class KVCache:
     In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
     its key into its own cell, and the second half into the next one. The first token of a text, which has none before
     it, writes its second half into both.
+
+    In paired layers a token has two rows, as GPT.forward says: a ring then holds rows, 2 p and 2 p + 1 of position p,
+    with half of the heads each.
     """
 
     keys: dict[int, Tensor]  # of each layer with attention, (B, S, H, K)
     values: dict[int, Tensor]  # the same
-    ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
+    ring_sizes: tuple[int, ...]  # S of layers with a short and with a long window, and of paired layers
 
     @staticmethod
     def empty(model, num_slots: int, max_len: int) -> KVCache:
         """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
-        ring_sizes = tuple(min(window + 2, max_len + 1) for window in model.windows)
+        ring_sizes = [min(window + 2, max_len + 1) for window in model.windows]
+        ring_sizes.append(min(2 * config.window_short + 2, 2 * max_len + 1))
         keys = {}
         values = {}
         for layer in config.attention_layers:
-            ring_size = ring_sizes[int(layer in config.long_layers)]
-            shape = (num_slots, ring_size, config.num_heads, config.head_dim)
+            heads = config.num_heads // (1 + (layer in config.paired_layers))
+            shape = (num_slots, ring_sizes[ring_kind(config, layer)], heads, config.head_dim)
             keys[layer] = model.embed.new_zeros(shape)
             values[layer] = model.embed.new_zeros(shape)
-        return KVCache(keys, values, ring_sizes)
+        return KVCache(keys, values, tuple(ring_sizes))
 
     def rings(self) -> list[Tensor]:
         """Those of all layers, for keys and for values."""
@@ -70,6 +74,11 @@ class KVCache:
             source = to_device(list(sources.values()), rings[0].device)
             for ring in rings:
                 ring[target] = ring[source]
+
+
+def ring_kind(config, layer: int) -> int:
+    """Which of KVCache.ring_sizes a layer has."""
+    return 2 if layer in config.paired_layers else int(layer in config.long_layers)
 
 
 def to_device(array, device: torch.device) -> Tensor:

@@ -27,8 +27,14 @@ def decode(
     """
 
     def attend(layer, q, k, v):  # (B, H, K) -> (B, H, K)
-        has_offset = layer in model.config.key_offset_layers
-        return decode_attention(q, k, v, cache.keys[layer], cache.values[layer], positions_B, has_offset)
+        ring = (cache.keys[layer], cache.values[layer])
+        if layer in model.config.paired_layers:
+            rows_B = torch.where(positions_B < 0, positions_B, 2 * positions_B)
+            halves = zip(*(x.chunk(2, 1) for x in (q, k, v)), strict=True)
+            first = decode_attention(*next(halves), *ring, rows_B, False)
+            rows_B = torch.where(positions_B < 0, positions_B, rows_B + 1)
+            return torch.cat((first, decode_attention(*next(halves), *ring, rows_B, False)), 1)
+        return decode_attention(q, k, v, *ring, positions_B, layer in model.config.key_offset_layers)
 
     hidden = model.trunk(tokens_B, prev_ids_2B, positions_B.clamp(min=0), attend, layer_weights)
     return model.logits(hidden)

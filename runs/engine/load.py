@@ -17,7 +17,7 @@ from lib.checkpoint import newest_checkpoint, read_data
 from lib.command import RunError, first_line
 from safetensors.torch import load_file
 
-INTERFACE = 9  # of the training scripts that this package can read
+INTERFACE = 10  # of the training scripts that this package can read
 
 
 def import_script(run_dir: str | Path) -> ModuleType:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache import KVCache, SlotPlan, to_device
+from engine.cache import KVCache, SlotPlan, ring_kind, to_device
 
 # ==== Batches and buckets
 
@@ -94,15 +94,15 @@ class RingPlan(NamedTuple):
     first_new_cells: Any  # (N,) cell of the first new token of each sequence
     lookahead_cells: Any  # (N,) cell of the token after the last new one
 
-    def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int) -> Tensor:
+    def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values) -> Tensor:
         """Attention of the new tokens: q, k, v (T, H, K), rings (B * S, H, K) -> (T, H, K)."""
         if not len(self.old_cells):
-            return attention(q, k, v, long)
+            return attention(q, k, v, 0)
         old_keys = keys[self.old_cells]
         packed_k = self.pack(old_keys, k)
         packed_q = self.pack(old_keys, q)  # in place of queries whose results nobody reads
         packed_v = self.pack(values[self.old_cells], v)
-        return attention(packed_q, packed_k, packed_v, long)[self.new_index]
+        return attention(packed_q, packed_k, packed_v, 0)[self.new_index]
 
     def pack(self, old: Tensor, new: Tensor) -> Tensor:
         """Old (P - T, H, K) and new (T, H, K) tokens in the order of packed tokens, (P, H, K)."""
@@ -121,11 +121,11 @@ class PrefillInputs(NamedTuple):
     positions: Any  # (T,)
     first_new: Any  # (N,) index of each sequence's first new id among the T
     last_new: Any  # (N,)
-    plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
+    plans: tuple[RingPlan, ...]  # of layers with a short and with a long window, and of paired ones if there are any
 
     def arrays(self) -> list:
         """All arrays, in a fixed order."""
-        return [*self[:-1], *self.plans[0], *self.plans[1]]
+        return [*self[:-1], *(array for plan in self.plans for array in plan)]
 
     def flat(self) -> Tensor:
         """All arrays behind each other, so that one copy brings them to the device."""
@@ -135,9 +135,8 @@ class PrefillInputs(NamedTuple):
         """These inputs as views of a tensor that holds what flat() gave."""
         views = iter(flat.split([len(array) for array in self.arrays()]))
         own = [next(views) for _ in self[:-1]]
-        short = RingPlan(*(next(views) for _ in self.plans[0]))
-        long = RingPlan(*(next(views) for _ in self.plans[1]))
-        return PrefillInputs(*own, (short, long))
+        plans = tuple(RingPlan(*(next(views) for _ in plan)) for plan in self.plans)
+        return PrefillInputs(*own, plans)
 
 
 def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: PrefillBucket | None) -> RingPlan:
@@ -218,8 +217,12 @@ def prefill_inputs(
     positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
     plans = [
         plan_ring(slots_N1, starts_N1, ends_N1, window, ring_size, bucket)
-        for window, ring_size in zip(model.windows, cache.ring_sizes, strict=True)
+        for window, ring_size in zip(model.windows, cache.ring_sizes, strict=False)
     ]
+    if model.config.paired_layers:  # which have two rows a token
+        rows = bucket and bucket._replace(new=2 * bucket.new, old=2 * bucket.old)
+        window = 2 * model.config.window_short
+        plans.append(plan_ring(slots_N1, 2 * starts_N1, 2 * ends_N1, window, cache.ring_sizes[2], rows))
 
     cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])  # where the new ids of each sequence begin and end
     num_sequences = bucket.sequences if bucket else len(slots)
@@ -247,16 +250,20 @@ def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[
     config = model.config
     half = config.head_dim // 2
     is_first_T11 = (inputs.positions == 0)[:, None, None]
+    windows = (*model.windows, 2 * config.window_short)
     attentions = [
-        model.attention(model, plan.packed_positions, plan.cu_seqlens.int(), max_length)
-        for plan, max_length in zip(inputs.plans, max_lengths, strict=True)
+        model.attention((window,), plan.packed_positions, plan.cu_seqlens.int(), max_length)
+        for window, plan, max_length in zip(windows, inputs.plans, max_lengths, strict=False)
     ]
 
     def attend(layer, q, k, v):  # (T, H, K) -> (T, H, K)
-        long = int(layer in config.long_layers)
-        plan = inputs.plans[long]
+        shape = q.shape
+        kind = ring_kind(config, layer)
+        plan = inputs.plans[kind]
         keys = cache.keys[layer].flatten(0, 1)
         values = cache.values[layer].flatten(0, 1)
+        if layer in config.paired_layers:
+            q, k, v = (x.reshape(-1, *keys.shape[1:]) for x in (q, k, v))
 
         has_offset = layer in config.key_offset_layers
         if has_offset:
@@ -266,12 +273,12 @@ def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[
             prev_keys[inputs.first_new] = keys[plan.first_new_cells]
             k = model.offset_keys(k, prev_keys, is_first_T11)
 
-        y = plan.attend(attentions[long], q, k, v, keys, values, long)
+        y = plan.attend(attentions[kind], q, k, v, keys, values)
         keys[plan.kept_cells] = k[plan.kept_new]
         values[plan.kept_cells] = v[plan.kept_new]
         if has_offset:
             keys[plan.lookahead_cells, :, half:] = last_keys[:, :, half:]
-        return y
+        return y.reshape(shape)
 
     prev_ids_2T = torch.stack((inputs.prev1_ids, inputs.prev2_ids))
     return model.trunk(inputs.tokens, prev_ids_2T, inputs.positions, attend, layer_weights)

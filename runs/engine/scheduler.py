@@ -249,7 +249,8 @@ class Decoder:
             self.graph_inputs[bucket] = (flat, inputs.views(flat))
         flat, on_device = self.graph_inputs[bucket]
         flat.copy_(inputs.flat(), non_blocking=True)
-        max_lengths = [bucket.new + bucket.old] * 2
+        longest = bucket.new + bucket.old
+        max_lengths = [longest, longest, 2 * longest]
         arguments = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
         return self.prefill_graphs.run(bucket, self.run_prefill, *arguments)
 

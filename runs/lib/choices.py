@@ -258,6 +258,9 @@ def score_packed(model, inputs: PackedChoices) -> tuple[Tensor, Tensor]:
     def attend(layer, q, k, v):
         if layer in config.key_offset_layers:
             k = model.offset_keys(k, k[inputs.previous_T], is_first_T11)
+        if layer in config.paired_layers:
+            q2, k2, v2 = (x.reshape(-1, config.num_heads // 2, config.head_dim) for x in (q, k, v))
+            return choice_attention(q2, k2, v2, *paired_rows(inputs, config.window_short)).reshape(q.shape)
         window_start_T = inputs.window_start_2T[int(layer in config.long_layers)]
         return choice_attention(q, k, v, window_start_T, inputs.hidden_start_T, inputs.choice_start_T)
 
@@ -273,6 +276,17 @@ def score_packed(model, inputs: PackedChoices) -> tuple[Tensor, Tensor]:
         nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
         hits.append(z[:, : config.vocab_size].argmax(1) == targets)
     return torch.cat(nats), torch.cat(hits)
+
+
+def paired_rows(inputs: PackedChoices, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where windows, hidden keys and choices begin, of the two rows that each token has in a paired layer: (2 T,) each.
+
+    The window of 2 W rows begins, for the second row of a token, with the second row of the token W before.
+    """
+    start_T = 2 * inputs.window_start_2T[0]
+    second_T = start_T + (inputs.positions_T >= window)
+    window_start = torch.stack((start_T, second_T), 1).flatten()
+    return window_start, 2 * inputs.hidden_start_T.repeat_interleave(2), 2 * inputs.choice_start_T.repeat_interleave(2)
 
 
 def scorer(model, compile: bool) -> Callable:
