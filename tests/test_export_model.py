@@ -21,8 +21,9 @@ from conftest import export_run, tiny_config, tiny_medium, write_run
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),
          "key_offset_layers": (), "mudd_width": 0, "shared_input_from": 3}  # fmt: skip
+HEADS = {"no_attention_layers": (), "paired_layers": (0, 2), "exclusive_layers": (0, 1), "gated_layers": (2, 3)}
 KINDS = {
-    "small": lambda: tiny_config(**SIZES),
+    "small": lambda: tiny_config(**SIZES, **HEADS),
     "medium": lambda: tiny_medium(**SIZES),
     "plain": lambda: tiny_config(**SIZES, **PLAIN),  # without all that can be switched off
     "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, trigram_ratio=2.5, mudd_width=8),

@@ -55,6 +55,9 @@ class DecoderStackConfig(PretrainedConfig):
     long_layers: tuple = ()
     key_offset_layers: tuple = ()
     value_embed_layers: tuple = ()
+    paired_layers: tuple = ()  # heads h and h + H / 2 share one softmax over the keys of both
+    exclusive_layers: tuple = ()  # a head can take the token's own value out of what it returns
+    gated_layers: tuple = ()  # what a head returns has a gate
     # Attention after this layer reads what this layer reads; -1: its own input.
     shared_input_from: int = -1
     gate_width: int = 12  # channels that a gate reads
@@ -152,19 +155,20 @@ class Context:
     prev1_ids: Tensor  # (B, T) the token before each
     prev2_ids: Tensor  # (B, T) and the one before that
     is_first_key: Tensor  # (B, S) whether a text starts there, with the tokens of the cache
-    masks: tuple[Tensor, Tensor]  # of (B, 1, T, S): which keys each query sees, by the short and by the long window
+    # Which keys each query sees: by the short and by the long window (B, 1, T, S), and in paired layers (B, 2, T, 2 S),
+    # a head's own keys before those of the other one, for the first and for the second half of the heads.
+    masks: tuple[Tensor, Tensor, Tensor]
     cos: Tensor  # (B, T, 1, K / 4)
     sin: Tensor
 
 
-def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Which keys the last `count` tokens see, with the short and with the long window.
+def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which keys the last `count` tokens see, as Context has it.
 
     A token sees itself and the tokens before it that belong to the same text. A text starts at each
     position 0, so a row can hold several of them, and padding has position -1.
 
-    Args:    positions (B, S)
-    Returns: two of (B, 1, count, S), bool
+    Args: positions (B, S)
     """
     text = (positions == 0).cumsum(1)
     same_text = text[:, -count:, None] == text[:, None, :]
@@ -177,7 +181,11 @@ def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
     itself = distance == 0
     short = (visible & (distance <= config.window_short)) | itself
     long = (visible & (distance <= config.window_long)) | itself
-    return short[:, None], long[:, None]
+
+    # The second half of the heads comes after the first: it sees that one's key of the same token, not the oldest one.
+    first = torch.cat((short, short & (distance > 0)), 2)
+    second = torch.cat((short, visible & (distance < config.window_short)), 2)
+    return short[:, None], long[:, None], torch.stack((first, second), 1)
 
 
 class DecoderStackAttention(nn.Module):
@@ -190,6 +198,7 @@ class DecoderStackAttention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
         self.is_long = layer in config.long_layers
+        self.is_paired = layer in config.paired_layers
         self.offsets_keys = layer in config.key_offset_layers
         self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see DecoderStackModel.add_history
 
@@ -201,6 +210,8 @@ class DecoderStackAttention(nn.Module):
         if layer in config.value_embed_layers:
             self.value_embed = nn.Embedding(config.vocab_size, heads * self.head_dim)
             self.value_gate = Gate(heads, config.gate_width)
+        self.exclusion = nn.Parameter(torch.zeros(heads)) if layer in config.exclusive_layers else None
+        self.output_gate = Gate(heads, config.gate_width) if layer in config.gated_layers else None
 
     def forward(self, x: Tensor, context: Context, cache, mixed: Tensor | None) -> Tensor:
         """x (B, T, D) normalised -> (B, T, D); mixed (B, T, D) or None is added to the values."""
@@ -215,6 +226,7 @@ class DecoderStackAttention(nn.Module):
             v = v + (gate * self.value_embed(context.ids).view(heads)).to(v.dtype)
         if mixed is not None:
             v = v + mixed.view(heads)
+        own_v = v
 
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is not None:
@@ -224,7 +236,19 @@ class DecoderStackAttention(nn.Module):
             other = torch.where(context.is_first_key[:, None, :, None], other, shift_right(other, 2))
             k = torch.cat((rotated, other), -1)
         mask = context.masks[self.is_long]
+        if self.is_paired:
+            half = q.size(1) // 2
+            k = torch.cat((k, k.roll(half, 1)), 2)
+            v = torch.cat((v, v.roll(half, 1)), 2)
+            mask = context.masks[2].repeat_interleave(half, 1)
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
+
+        if self.exclusion is not None:  # less a fraction of its projection on the token's own value
+            own = own_v.float()
+            projection = (y * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            y = (y - torch.tanh(self.exclusion.float())[:, None] * projection * own).to(y.dtype)
+        if self.output_gate is not None:
+            y = y * (2 * self.output_gate(x)[..., None]).to(y.dtype)
         return self.o_proj(y.flatten(2))
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
     "window_short window_long attention_scale rotary_base no_attention_layers long_layers key_offset_layers "
-    "value_embed_layers shared_input_from gate_width bigram_rows trigram_rows mudd_width"
+    "value_embed_layers paired_layers exclusive_layers gated_layers shared_input_from gate_width bigram_rows "
+    "trigram_rows mudd_width"
 ).split()
 
 
@@ -87,4 +88,9 @@ def convert_weights(script, model) -> dict[str, Tensor]:
             table = model.value_embed.view(-1, c.padded_vocab, D)[index]
             tensors[f"{prefix}.self_attn.value_embed.weight"] = table[:V]
             tensors[f"{prefix}.self_attn.value_gate.weight"] = model.value_gate[index]
+        if layer in c.exclusive_layers:
+            tensors[f"{prefix}.self_attn.exclusion"] = model.exclusion[c.exclusive_layers.index(layer)]
+        if layer in c.gated_layers:
+            gate = model.output_gate[c.gated_layers.index(layer)]
+            tensors[f"{prefix}.self_attn.output_gate.weight"] = gate
     return tensors
