@@ -253,13 +253,12 @@ class Policy:
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
-    late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient holds only the rows that this step looked up
     average: float = 0.0  # fraction of the average in the final weights
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
-    """All optimizer policy, in the order of communication; after record 89, but for RMSProp and `late` updates."""
+    """All optimizer policy, in the order of communication; after record 89, but for RMSProp."""
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
     return {
         # name                     optimizer  lr_mult  betas         weight_decay  rows
@@ -272,10 +271,10 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
         "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060, average=0.65),
-        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True, sparse=True),
-        "trigram_embed":    Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True, sparse=True),
+        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
+        "trigram_embed":    Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
         "trigram_proj":     Policy("adam",      1.00,  (0.90, 0.99)),
-        "value_embed":      Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True, average=1.0),
+        "value_embed":      Policy("rmsprop",  60.00,  (0.95,),      0.0150, average=1.0),
     }  # fmt: skip
 
 
@@ -1205,9 +1204,7 @@ class PackLoader:
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
 # Each rank owns a slice of every large bank (of matrices) and table: fp32 master weights and moments. A step
 # reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with sparse
-# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged. And gradients
-# of `late` tables are reduced during the next forward and backward, and their weights gathered while matrices are
-# orthogonalised.
+# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged.
 
 # Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
@@ -1350,7 +1347,6 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
         self.config = config
         self.ranks = ranks
-        self.late: list[Pending] = []  # gradients of late tables, which the next step uses
         params = dict(model.named_parameters())
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
@@ -1374,19 +1370,15 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped.
-
-        A late table is updated with its gradient of the step before, whose reduction has overlapped the forward
-        and backward since; its gradient of the last step is never used.
-        """
+        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
         if self.overflowed(slots):
             for slot in slots:
                 slot.param.grad = None
             return
 
-        # 1. Start to sum gradients. Those of late tables (self.late) were started at the end of the last step.
-        gradients = self.late + [self.start_sum(slot) for slot in slots if not slot.policy.late]
+        # 1. Start to sum all gradients.
+        gradients = [self.start_sum(slot) for slot in slots]
 
         # 2. Update with each as soon as it is complete, and start to gather the new weights.
         gathers = []
@@ -1401,9 +1393,6 @@ class Optimizer:
             gathered.wait()
             if len(gathered.tensor) != slot.shape[0]:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
-
-        # 4. Start to sum gradients of late tables, for the next step.
-        self.late = [self.start_sum(slot) for slot in slots if slot.policy.late]
 
     def overflowed(self, slots: list[Slot]) -> bool:
         """Whether a gradient in fp16 is not finite on some rank. Other dtypes have room, so nothing waits there."""
@@ -1471,8 +1460,6 @@ class Optimizer:
         if grad.is_sparse:
             return self.start_exchange(slot, grad)
         grad = grad.view(slot.shape)
-        if slot.policy.late:
-            grad = grad.clone()  # replay() writes the next gradient into the same memory
         if self.ranks.world == 1:
             return Pending(slot, grad)
         if not slot.sharded:
@@ -1531,7 +1518,6 @@ class Optimizer:
     @torch.no_grad()
     def reset(self) -> None:
         """Copies the master weights from the model and zeroes the moments."""
-        self.late = []
         for slot in self.slots:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
@@ -1572,25 +1558,18 @@ class Optimizer:
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self, averages: bool = True) -> dict[str, Tensor]:
-        """Whole moments and late gradients, for any number of ranks to load. Every rank must call it."""
+        """Whole moments, for any number of ranks to load. Every rank must call it."""
         state = {}
         for slot in self.slots:
             state[f"{slot.name}.updates"] = torch.tensor(slot.updates)
             for name, moment in slot.moments.items():
                 if averages or name != "average":
                     state[f"{slot.name}.{name}"] = self.gather(slot, moment)
-        for gradient in self.late:
-            slot = gradient.slot
-            gradient.wait()
-            state[f"{slot.name}.grad"] = self.gather(slot, gradient.tensor)
-            if gradient.index is not None:
-                state[f"{slot.name}.index"] = gradient.index
         return state
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Restores what weights() and state() returned. Raises: KeyError if something is missing"""
-        self.late = []
         for slot in self.slots:
             slot.updates = int(state[f"{slot.name}.updates"])
             full = weights[slot.name].to(slot.master.device).view(slot.shape)
@@ -1600,17 +1579,10 @@ class Optimizer:
                 key = f"{slot.name}.{name}"
                 if name != "average" or key in state:  # averages are saved only after their first sample
                     moment.copy_(self.slice(slot, state[key].to(moment.device)))
-            if f"{slot.name}.grad" in state:
-                grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
-                index = state.get(f"{slot.name}.index")
-                self.late.append(Pending(slot, grad, None if index is None else index.to(grad.device)))
 
     def is_finite(self) -> bool:
         """Whether all that a checkpoint holds is finite. Every rank must call it."""
-        for gradient in self.late:
-            gradient.wait()
-        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
-        return self.all_finite([*tensors, *(gradient.tensor for gradient in self.late)])
+        return self.all_finite([t for slot in self.slots for t in (slot.master, *slot.moments.values())])
 
     def all_finite(self, tensors: list[Tensor]) -> bool:
         """Whether all numbers of these tensors are finite, on all ranks."""

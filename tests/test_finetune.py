@@ -287,8 +287,6 @@ def test_moments(base, moments):
     theirs = {name: moment for file in moments_files for name, moment in file.items()}
     assert state.step == 0
     assert all(torch.equal(w, weights[name]) for name, w in state.optimizer.weights().items())
-    late = [any(name.endswith(".grad") for name in found) for found in (theirs, state.optimizer.state())]
-    assert late == [True, False], "late gradients are of text that is not trained on now"
     for name, moment in state.optimizer.state().items():
         assert torch.equal(moment, theirs[name] * moments) and theirs[name].any(), name
 

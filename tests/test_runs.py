@@ -212,7 +212,7 @@ def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path, 
 
 
 def test_warm_up_leaves_no_trace():
-    """It updates every parameter, late tables too, and then the state is that of a fresh start."""
+    """It updates every parameter, and then the state is that of a fresh start."""
     config = tiny_config()
     fresh, warm = (ts.build_state(config, ALONE, lambda text: None) for _ in range(2))
     random_state = torch.get_rng_state()

@@ -106,7 +106,6 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     """Gives a new state the weights of another run, and its optimizer moments if asked for."""
     script.load_checkpoint(state, checkpoint)
     state.step = 0
-    state.optimizer.late = []  # gradients of text that is not trained on now
     if not moments:
         for slot in state.optimizer.slots:
             slot.updates = 0
