@@ -322,7 +322,6 @@ class Policy:
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
-    late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient holds only the rows that this step looked up
     average: float = 0.0  # fraction of the average in the final weights
 
@@ -1326,9 +1325,7 @@ class PackLoader:
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
 # Each rank owns a slice of every large bank (of matrices) and table: fp32 master weights and moments. A step
 # reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with sparse
-# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged. And gradients
-# of `late` tables are reduced during the next forward and backward, and their weights gathered while matrices are
-# orthogonalised.
+# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged.
 
 # Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
@@ -1471,7 +1468,6 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
         self.config = config
         self.ranks = ranks
-        self.late: list[Pending] = []  # gradients of late tables, which the next step uses
         params = dict(model.named_parameters())
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
@@ -1495,19 +1491,15 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped.
-
-        A late table is updated with its gradient of the step before, whose reduction has overlapped the forward
-        and backward since; its gradient of the last step is never used.
-        """
+        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
         if self.overflowed(slots):
             for slot in slots:
                 slot.param.grad = None
             return
 
-        # 1. Start to sum gradients. Those of late tables (self.late) were started at the end of the last step.
-        gradients = self.late + [self.start_sum(slot) for slot in slots if not slot.policy.late]
+        # 1. Start to sum all gradients.
+        gradients = [self.start_sum(slot) for slot in slots]
 
         # 2. Update with each as soon as it is complete, and start to gather the new weights.
         gathers = []
@@ -1522,9 +1514,6 @@ class Optimizer:
             gathered.wait()
             if len(gathered.tensor) != slot.shape[0]:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
-
-        # 4. Start to sum gradients of late tables, for the next step.
-        self.late = [self.start_sum(slot) for slot in slots if slot.policy.late]
 
     def overflowed(self, slots: list[Slot]) -> bool:
         """Whether a gradient in fp16 is not finite on some rank. Other dtypes have room, so nothing waits there."""
@@ -1592,8 +1581,6 @@ class Optimizer:
         if grad.is_sparse:
             return self.start_exchange(slot, grad)
         grad = grad.view(slot.shape)
-        if slot.policy.late:
-            grad = grad.clone()  # replay() writes the next gradient into the same memory
         if self.ranks.world == 1:
             return Pending(slot, grad)
         if not slot.sharded:
@@ -1652,7 +1639,6 @@ class Optimizer:
     @torch.no_grad()
     def reset(self) -> None:
         """Copies the master weights from the model and zeroes the moments."""
-        self.late = []
         for slot in self.slots:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
@@ -1693,25 +1679,18 @@ class Optimizer:
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self, averages: bool = True) -> dict[str, Tensor]:
-        """Whole moments and late gradients, for any number of ranks to load. Every rank must call it."""
+        """Whole moments, for any number of ranks to load. Every rank must call it."""
         state = {}
         for slot in self.slots:
             state[f"{slot.name}.updates"] = torch.tensor(slot.updates)
             for name, moment in slot.moments.items():
                 if averages or name != "average":
                     state[f"{slot.name}.{name}"] = self.gather(slot, moment)
-        for gradient in self.late:
-            slot = gradient.slot
-            gradient.wait()
-            state[f"{slot.name}.grad"] = self.gather(slot, gradient.tensor)
-            if gradient.index is not None:
-                state[f"{slot.name}.index"] = gradient.index
         return state
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         """Restores what weights() and state() returned. Raises: KeyError if something is missing"""
-        self.late = []
         for slot in self.slots:
             slot.updates = int(state[f"{slot.name}.updates"])
             full = weights[slot.name].to(slot.master.device).view(slot.shape)
@@ -1721,17 +1700,10 @@ class Optimizer:
                 key = f"{slot.name}.{name}"
                 if name != "average" or key in state:  # averages are saved only after their first sample
                     moment.copy_(self.slice(slot, state[key].to(moment.device)))
-            if f"{slot.name}.grad" in state:
-                grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
-                index = state.get(f"{slot.name}.index")
-                self.late.append(Pending(slot, grad, None if index is None else index.to(grad.device)))
 
     def is_finite(self) -> bool:
         """Whether all that a checkpoint holds is finite. Every rank must call it."""
-        for gradient in self.late:
-            gradient.wait()
-        tensors = [t for slot in self.slots for t in (slot.master, *slot.moments.values())]
-        return self.all_finite([*tensors, *(gradient.tensor for gradient in self.late)])
+        return self.all_finite([t for slot in self.slots for t in (slot.master, *slot.moments.values())])
 
     def all_finite(self, tensors: list[Tensor]) -> bool:
         """Whether all numbers of these tensors are finite, on all ranks."""
@@ -1891,35 +1863,6 @@ def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarr
     return scored
 
 
-@dataclass
-class Validation:
-    """The held-out text of a run, packed and counted."""
-
-    batch: Batch
-    token_bytes: Tensor  # int (V,)
-    scored: dict  # what bits per byte are of, so that two runs can be compared
-
-
-def load_validation(documents: Iterable, tokenizer: Tokenizer, config: Config) -> Validation:
-    """Args: documents, (sequence, counted) of each held-out one"""
-    documents = scored_documents(documents, config)
-    token_bytes = np.zeros(config.padded_vocab, np.int64)
-    token_bytes[: config.vocab_size] = tokenizer.token_bytes
-    targets = 0
-    text_bytes = 0
-    digest = hashlib.sha256()
-    for sequence, counted in documents:
-        found = token_bytes[sequence[1:][counted]]
-        targets += int((found > 0).sum())
-        text_bytes += int(found.sum())
-        digest.update(sequence.astype("<u2"))
-    if not text_bytes:
-        raise UserError(f"the validation text of {config.data} has no bytes to score; make the dataset again")
-    scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
-    batch = validation_batch(documents, config, tokenizer.bos_id)
-    return Validation(batch, torch.from_numpy(token_bytes), scored)
-
-
 def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
     """The scored documents, whole in their packs."""
     packs = [[]]
@@ -2024,13 +1967,42 @@ class Pretraining:
         self.set_validation(validation_documents(dataset, self.config))
 
     def set_validation(self, documents: Iterable) -> None:
-        """Takes the held-out documents, (sequence, counted) each."""
-        self.validation = load_validation(documents, self.tokenizer, self.config)
-        self.scored = self.validation.scored
+        """Packs and counts the held-out documents, (sequence, counted) each."""
+        config = self.config
+        documents = scored_documents(documents, config)
+        token_bytes = np.zeros(config.padded_vocab, np.int64)
+        token_bytes[: config.vocab_size] = self.tokenizer.token_bytes
+        targets = 0
+        text_bytes = 0
+        digest = hashlib.sha256()
+        for sequence, counted in documents:
+            found = token_bytes[sequence[1:][counted]]
+            targets += int((found > 0).sum())
+            text_bytes += int(found.sum())
+            digest.update(sequence.astype("<u2"))
+        require(text_bytes > 0, f"the validation text of {config.data} has no bytes to score; make the dataset again")
+        self.scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+        self.token_bytes = torch.from_numpy(token_bytes)
+        self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises UserError if there is too little text, or if the ranks cannot share a step."""
-        check_length(self.config, self.available, ranks)
+        """Raises UserError if the run cannot begin; warns if text is read again and learned by heart."""
+        config = self.config
+        needed = 0
+        for index, stage in enumerate(config.stage_table):
+            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
+            require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
+            steps = first_step(config, index + 1) - first_step(config, index)
+            needed += steps * stage.packs * config.pack_tokens
+        if needed > self.available:
+            raise UserError(
+                f"{config.data} holds {self.available:,} training tokens, the run asks for {needed:,}; "
+                f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
+            )
+        passes = needed * config.max_epochs / self.available
+        if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
+            found = f"the text is read {passes:.1f} times"
+            print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
         """Model and optimizer with the weights of config.seed; everything is compiled before the clock starts."""
@@ -2054,10 +2026,8 @@ class Pretraining:
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Scores of the held-out text, by name."""
-        state = run.state
-        token_bytes = self.validation.token_bytes.to(run.ranks.device)
-        inputs = (self.validation.batch, state.micro_packs, token_bytes, run.ranks)
-        return {"val_bpb": bits_per_byte(state.model, *inputs)}
+        inputs = (self.validation, run.state.micro_packs, self.token_bytes.to(run.ranks.device), run.ranks)
+        return {"val_bpb": bits_per_byte(run.state.model, *inputs)}
 
     def flops(self, positions: Tensor) -> float:
         """Training FLOPs of a token."""
@@ -2071,26 +2041,6 @@ class Pretraining:
 def first_step(config: Config, index: int) -> int:
     """The step with which a stage begins; of the one behind the last, the number of steps."""
     return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
-
-
-def check_length(config: Config, available: float, ranks: Ranks) -> None:
-    """Raises UserError if a run cannot begin; warns if text is read again and learned by heart."""
-    needed = 0
-    for index, stage in enumerate(config.stage_table):
-        if stage.packs % ranks.world:
-            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
-            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
-        steps = first_step(config, index + 1) - first_step(config, index)
-        needed += steps * stage.packs * config.pack_tokens
-    if needed > available:
-        raise UserError(
-            f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; "
-            f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
-        )
-    passes = needed * config.max_epochs / available
-    if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
-        found = f"the text is read {passes:.1f} times"
-        print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
 
 @dataclass
@@ -2171,6 +2121,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
+    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume, in another --run-dir")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2444,8 +2395,12 @@ def warm_up(state: TrainState, say: Callable) -> None:
     """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
     begin = time.perf_counter()
     gc.disable()  # else it scans the compiler's graphs again and again
-    for index in range(len(state.config.stage_table)):
-        warm_up_stage(state, index)
+    for stage in state.config.stage_table:
+        own = stage.packs // state.ranks.world
+        packs = largest_divisor(own, state.micro_packs)
+        # Where a step has several micro-batches, the second has a graph of its own.
+        count = packs if state.graphs is None else min(2 * packs, own)
+        train_step(dataclasses.replace(state, micro_packs=packs), dummy_batch(state.config, state.ranks, count))
 
     # If memory is too small for validation, this should show now.
     batch = dummy_batch(state.config, state.ranks, state.micro_packs)
@@ -2457,17 +2412,6 @@ def warm_up(state: TrainState, say: Callable) -> None:
     state.is_warm = True
     torch._logging.set_logs(recompiles=True)  # one that comes now takes its seconds from the clock
     say(f"warm-up: {time.perf_counter() - begin:.1f} s")
-
-
-def warm_up_stage(state: TrainState, index: int) -> None:
-    """Trains on micro-batches of one stage's size."""
-    own = state.config.stage_table[index].packs // state.ranks.world
-    packs = largest_divisor(own, state.micro_packs)
-    # Where a step has several micro-batches, the second has a graph of its own.
-    count = packs if state.graphs is None else min(2 * packs, own)
-    stage = dataclasses.replace(state, micro_packs=packs)
-    for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(stage, dummy_batch(state.config, state.ranks, count))
 
 
 def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
@@ -2951,16 +2895,15 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     return saved
 
 
-def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint without damage; says which ones it skips."""
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path | None:
+    """The newest checkpoint without damage, if there is one; says which ones it skips."""
     for folder in reversed(checkpoints(run_dir)):
         try:
             check_checkpoint(folder, names)
             return folder
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
-    way = "start again without --resume, in another --run-dir"
-    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; {way}")
+    return None
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
@@ -3088,8 +3031,6 @@ def given_fields(args: argparse.Namespace) -> dict:
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
-    if args.steps is not None and args.tokens is not None:
-        print("note: --steps is given, so --tokens does not count", file=sys.stderr)
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Config)} if base else {}
     values |= given_fields(args)
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import report
+from lib.checkpoint import read_data
 from lib.command import RunError, run_command
-from lib.tuning import read_data
 
 HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s

@@ -25,7 +25,16 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from lib import tuning
+from lib.checkpoint import (
+    best_fit,
+    describe_run,
+    describe_tool,
+    load_source,
+    newest_checkpoint,
+    open_dataset,
+    read_data,
+    stage_config,
+)
 from lib.command import RunError, run_command
 
 # Packs per step: fewer than in pretraining, as there are few conversations.
@@ -67,7 +76,7 @@ class Conversations:
         self.packs = []
         for epoch in range(config.max_epochs):
             order = np.random.default_rng([config.seed, epoch]).permutation(self.count)
-            self.packs += tuning.best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
+            self.packs += best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
         self.seek({"pack": 0})
 
     def seek(self, reader_state: dict) -> None:
@@ -93,14 +102,14 @@ class Conversations:
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = tuning.newest_checkpoint(script, run_dir)
+    checkpoint = newest_checkpoint(script, run_dir)
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
     settings = {"run": args.run, "checkpoint": checkpoint.name, "packs": packs, "lr": lr}
-    base = tuning.stage_config(script, checkpoint, packs, lr)
+    base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
-    dataset = tuning.open_dataset(script, config.data, run_dir)
+    dataset = open_dataset(script, config.data, run_dir)
     job = make_job(script, config, dataset, settings)
     if args.steps is None and config.tokens == base.tokens:
         job.config = dataclasses.replace(job.config, tokens=job.available)
@@ -110,14 +119,14 @@ def new_job(script: ModuleType, args: argparse.Namespace):
 def resumed_job(script: ModuleType, args: argparse.Namespace):
     """The job of the run in args.run_dir, with the flags that may change on resume."""
     run_dir = Path(args.run_dir)
-    settings = tuning.describe_run(script, run_dir, "finetune")["finetune"]
+    settings = describe_run(script, run_dir, "finetune")["finetune"]
     for name, old in settings.items():
         new = getattr(args, name, None)
         if new not in (None, old):
             wrong = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {wrong}; omit it, or start a new run")
     config = script.resumed_config(args)
-    return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
+    return make_job(script, config, read_data(script.Dataset.open, config.data), settings)
 
 
 def make_job(script: ModuleType, config, dataset, settings: dict):
@@ -144,12 +153,12 @@ def make_job(script: ModuleType, config, dataset, settings: dict):
 
             held_out = Conversations(dataset, "val", self.config)
             self.set_validation(held_out.read(i) for i in range(held_out.count))
-            tuning.describe_tool(self, {"finetune": settings}, __file__)
+            describe_tool(self, {"finetune": settings}, __file__)
 
         def start_weights(self, state) -> bool:
             """With the moments of the source: "slightly better" in nanochat."""
             source = Path(settings["run"]) / "checkpoints" / settings["checkpoint"]
-            tuning.load_source(script, state, source, moments=True)
+            load_source(script, state, source, moments=True)
             return True
 
     return Finetuning()

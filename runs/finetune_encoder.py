@@ -28,8 +28,8 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from lib.checkpoint import describe_tool, load_source, newest_checkpoint, read_data
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import describe_tool, load_source, newest_checkpoint, read_data
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 

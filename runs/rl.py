@@ -41,7 +41,16 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
-from lib import chat_format, tuning
+from lib import chat_format
+from lib.checkpoint import (
+    best_fit,
+    describe_run,
+    describe_tool,
+    load_source,
+    newest_checkpoint,
+    read_data,
+    stage_config,
+)
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from pydantic import BaseModel, Field
 
@@ -208,7 +217,7 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     if rollouts:
         lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
+        rows = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
     while len(rows) % packs:
         rows.append([])
 
@@ -365,7 +374,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
     # A step has as many packs as its answers need: one in the stage table gives the number of steps.
-    base = tuning.stage_config(script, checkpoint, packs=1, lr=1.0)
+    base = stage_config(script, checkpoint, packs=1, lr=1.0)
     same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
@@ -381,9 +390,9 @@ def rl_config(script, checkpoint: Path, settings: Settings):
 
 def make_job(script, home: Path, settings: Settings, resume: bool):
     """Reinforcement, as a kind of the script's pretraining; home is the run to start from or to resume."""
-    checkpoint = tuning.newest_checkpoint(script, home)
+    checkpoint = newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
+    tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
         raise RunError(f"{home} was not finetuned, so none of its answers would be right; start from a finetuned run")
@@ -403,7 +412,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             self.tokenizer = tokenizer
             self.fingerprint = settings.task
             self.note = f"{note}, {len(task.test):,} held-out questions, from {settings.source}"
-            tuning.describe_tool(self, {"rl": settings.model_dump()}, __file__)
+            describe_tool(self, {"rl": settings.model_dump()}, __file__)
 
         def check(self, ranks) -> None:
             """There are always enough questions, and any number of ranks can share them."""
@@ -413,7 +422,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             return script.build_state(config, ranks, say)
 
         def start_weights(self, state) -> bool:
-            tuning.load_source(script, state, checkpoint, moments=False)
+            load_source(script, state, checkpoint, moments=False)
             return True
 
         def loader(self, run):
@@ -447,7 +456,7 @@ def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
-    given = tuning.describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
+    given = describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
     job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job, args)
 

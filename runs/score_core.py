@@ -53,8 +53,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib import engine
+from lib.checkpoint import open_dataset
 from lib.engine import adjacent_heads, jit, tl, triton, use_triton
-from lib.tuning import open_dataset
 from torch import Tensor
 
 NUM_TASKS = 22

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from lib.checkpoint import describe_run, describe_tool, read_data
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import describe_run, describe_tool, read_data
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -395,7 +395,7 @@ class MaskedPretraining(script.Pretraining):
         # On a dataset, equal --pack-tokens, --max-docs-per-pack and --max-seq-len give equal masks.
         documents = script.scored_documents(script.validation_documents(dataset, config), config)
         packs = script.validation_batch(documents, config, self.tokenizer.bos_id)
-        self.masked_validation = mask_tokens(packs, config, self.is_text, [0])
+        self.validation = mask_tokens(packs, config, self.is_text, [0])
         describe_tool(self, {}, __file__)
 
     def build(self, ranks, say: Callable):
@@ -403,12 +403,6 @@ class MaskedPretraining(script.Pretraining):
 
     def loader(self, run):
         return MaskedPacks(self.reader, self.config, run.ranks, self.is_text, run.state.step)
-
-    def evaluate(self, run) -> dict[str, float]:
-        """Bits per byte of masked tokens."""
-        state = run.state
-        inputs = (state.micro_packs, self.token_bytes.to(run.ranks.device), run.ranks)
-        return {"val_bpb": script.bits_per_byte(state.model, self.masked_validation, *inputs)}
 
     def flops(self, positions: Tensor) -> float:
         return flops_per_token(self.config, positions)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,9 +79,11 @@ def test_what_is_scored_is_stated(tokenizer):
     assert [len(counted) for _, counted in scored] == [3, 2]
     tokens = np.array([bos, the, 97, bos, bos, the, 97], "<u2").tobytes()
     expected = {"targets": 3, "bytes": 4 + 1 + 1, "sha256": hashlib.sha256(tokens).hexdigest()}
-    assert ts.load_validation(iter([whole, empty, part, whole]), tokenizer, config).scored == expected
+    job = SimpleNamespace(config=config, tokenizer=tokenizer)
+    ts.Pretraining.set_validation(job, iter([whole, empty, part, whole]))
+    assert job.scored == expected
     with pytest.raises(ts.UserError, match="has no bytes to score"):
-        ts.load_validation(iter([empty]), tokenizer, config)
+        ts.Pretraining.set_validation(job, iter([empty]))
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ STAGES = ((0.5, 4, 1.0), (0.5, 2, 1.2))  # four micro-batches, then two
 
 @pytest.mark.parametrize("mtp_weights", ((1.0,), (1.0, 0.5)))
 def test_replayed_steps_are_steps(stand_in, dataset, mtp_weights, capsys):
-    """Several micro-batches, two stages, a late table, changing loss weights; the warm-up captures everything."""
+    """Several micro-batches, two stages, changing loss weights; the warm-up captures everything."""
     captured = set()
     config = tiny_config(stages=STAGES, micro_batch_tokens=128, mtp_weights=mtp_weights)
     config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))

@@ -121,12 +121,10 @@ class TextbookRows:
         self.p = self.p - self.lr * (update + self.decay * mask * self.p)
 
 
-@pytest.mark.parametrize("late", (True, False))
-def test_sparse_gradient_in_steps(late):
+def test_sparse_gradient_in_steps():
     """Three steps of the whole optimizer: a table with sparse gradients ends as one with dense ones."""
     config = tiny_config()
     table = ts.parameter_table(config)
-    table["bigram_embed"] = dataclasses.replace(table["bigram_embed"], late=late)
     assert table["bigram_embed"].sparse
     found = []
     for sparse in (True, False):
@@ -190,10 +188,9 @@ def test_optimizer_step_applies_the_table(config, rows, down):
             adam[name] = [weights.requires_grad_()]
             lr = config.adam_lr * policy.lr_mult * 0.7
             adam[name] += [lr, torch.optim.Adam(adam[name], lr=lr, betas=policy.betas, eps=config.adam_eps)]
-    grads = {}
     for seed in (0, 1, 2):
         (model(*pack(random_documents((60, 60), seed=seed)))[0] / 100).backward()
-        before_last, grads = grads, {name: p.grad.clone() for name, p in model.named_parameters()}
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step(0.7, 0.9)
         for name, textbook in muon.items():
             textbook.step(grads[name].view(textbook.p.shape))
@@ -201,9 +198,7 @@ def test_optimizer_step_applies_the_table(config, rows, down):
             worst = (got.double() - textbook.p).abs().max()
             assert worst < 1e-3, f"{name}: {worst}"
         for name, textbook in tables.items():
-            used = before_last if table[name].late else grads
-            if used:  # nothing is late in step 1
-                textbook.step(used[name])
+            textbook.step(grads[name])
             worst = (model.get_parameter(name).detach().double() - textbook.p).abs().max()
             assert worst < 1e-3, f"{name}: {worst}"
         for name, (weights, lr, textbook) in adam.items():
@@ -295,13 +290,12 @@ def half_precision_step(model, optimizer, scale: float, seed: int) -> None:
 
 
 def test_a_step_whose_gradients_overflow_is_skipped():
-    """In fp16 one infinite gradient leaves weights, moments and late gradients as they were; in fp32 nobody looks."""
+    """In fp16 one infinite gradient leaves weights and moments as they were; in fp32 nobody looks."""
     model = ts.GPT(tiny_config(), dtype=torch.float16)
     model.init_weights(0)
     optimizer = ts.build_optimizer(model, tiny_config())
     half_precision_step(model, optimizer, 1.0, seed=0)
     before = {name: value.clone() for name, value in (optimizer.weights() | optimizer.state()).items()}
-    assert any(name.endswith(".grad") for name in before), "late tables wait"
     half_precision_step(model, optimizer, math.inf, seed=1)
     after = optimizer.weights() | optimizer.state()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

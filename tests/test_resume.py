@@ -248,7 +248,7 @@ def test_no_whole_checkpoint_is_one_sentence(run_dir):
     for folder in ts.checkpoints(run_dir):
         damage(folder / "model.safetensors", "truncated")
     err = refused("--resume", "--run-dir", run_dir)
-    assert f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume" in err
+    assert f"{run_dir} has no whole checkpoint; start again without --resume" in err
 
 
 def test_newest_and_best_checkpoints_are_kept(state, tmp_path):

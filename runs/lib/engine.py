@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
 from lib.chat_format import CALL_TOKENS
+from lib.checkpoint import newest_checkpoint, read_data
 from lib.command import RunError, first_line
-from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
 

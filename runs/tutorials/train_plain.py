@@ -287,15 +287,14 @@ class Policy:  # of Adam; without the first moment it is RMSProp
     lr_mult: float  # times 0.006
     betas: tuple
     weight_decay: float = 0.0
-    late: bool = False  # one step late: with several GPUs, large gradients travel while the next step computes
 
 
 POLICIES = {
     "embed": Policy(1.0, (0.50, 0.95), 0.006),
-    "bigram_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
-    "trigram_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
+    "bigram_embed": Policy(60.0, (0.0, 0.95), 0.015),
+    "trigram_embed": Policy(60.0, (0.0, 0.95), 0.015),
     "trigram_proj": Policy(1.0, (0.90, 0.99)),
-    "value_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
+    "value_embed": Policy(60.0, (0.0, 0.95), 0.015),
     "value_gate": Policy(1.0, (0.90, 0.99)),
     "mix_in": Policy(0.25, (0.90, 0.99)),
     "mix_out": Policy(0.025, (0.90, 0.99)),
@@ -343,18 +342,12 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             decay = 0.0276 * (update * param >= 0)
         else:
             policy = POLICIES.get(name, Policy(5.0, (0.90, 0.99)))  # or a scalar
-            count = step if policy.late else step + 1
-            if policy.late:
-                grad = state.get((name, "late"))
-                state[name, "late"] = param.grad
-            if grad is None:  # nothing is late in the first step
-                continue
             beta1, beta2 = policy.betas
             mean = beta1 * state[name, "mean"] + (1 - beta1) * grad
-            new = grad.square().mean(-1, True) if policy.late else grad.square()  # tables: by row
+            new = grad.square() if beta1 else grad.square().mean(-1, True)  # RMSProp: by row
             square = beta2 * state[name, "square"] + (1 - beta2) * new
-            size = (square / (1 - beta2**count)).sqrt() + 1e-10  # 1e-8: +0.0014 nats (record 20)
-            update = mean / (1 - beta1**count) / size
+            size = (square / (1 - beta2 ** (step + 1))).sqrt() + 1e-10  # 1e-8: +0.0014 nats (record 20)
+            update = mean / (1 - beta1 ** (step + 1)) / size
             lr = 0.006 * policy.lr_mult
             decay = policy.weight_decay * (update * param > 0)
 

@@ -1,4 +1,4 @@
-"""What tools that start from another run share: its checkpoint, its settings, and packs."""
+"""The start from another run: its checkpoint, its settings, and packs of what is trained on."""
 
 import bisect
 import dataclasses
@@ -54,14 +54,15 @@ def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
     return dataset
 
 
-def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
-    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
-    try:
-        return script.newest_whole(run_dir, print_note, *names)
-    except RunError as error:
-        # The script speaks to someone who resumes.
-        way = "wait until the run saves one, or name another run"
-        raise RunError(str(error).replace("start again without --resume, in another --run-dir", way)) from None
+def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] = ()) -> Path:
+    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped.
+
+    Args: names of the files that must be whole, by default all
+    """
+    folder = script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
+    if folder is None:
+        raise RunError(f"{run_dir} has no whole checkpoint; wait until the run saves one, or name another run")
+    return folder
 
 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
@@ -103,7 +104,6 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     """Gives a new state the weights of another run, and its optimizer moments if asked for."""
     script.load_checkpoint(state, checkpoint)
     state.step = 0
-    state.optimizer.late = []  # gradients of text that is not trained on now
     if not moments:
         for slot in state.optimizer.slots:
             slot.updates = 0
