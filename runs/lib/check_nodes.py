@@ -17,10 +17,11 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
     if hasattr(script, "build_parser"):  # a tool has flags of its own, which it checks itself
         try:
             config = script.make_config(script.build_parser().parse_args(argv))
-            script.Dataset.open(config.data)
+            pretraining = script.Pretraining(config)
             least, _, most = nodes.partition(":")
             for machines in range(int(least), int(most or least) + 1):
-                script.choose_packs(config, script.Ranks(0, machines * count, torch.device("cpu")))
+                # As process 1, which leaves warnings to process 0.
+                pretraining.check(script.Ranks(1, machines * count, torch.device("cpu")))
         except script.UserError as error:
             sys.exit(f"error: {error}")
     print(count)
