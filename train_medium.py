@@ -349,7 +349,7 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "vo_bank":          Policy("normuon",   1.00,           (),           matrices, average=0.35),
         "mlp_bank":         Policy("normuon",   1.00,           (),           matrices, average=0.35),
         "gate_bank":        Policy("normuon",   1.00,           (),           matrices, average=0.35),
-        "scalars":          Policy("adam",      5.00,           (0.90, 0.99)),
+        "scalars":          Policy("adam",      1.00,           (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,           (0.90, 0.99)),
         "output_gate":      Policy("adam",      1.00,           (0.90, 0.99)),
         "exclusion":        Policy("adam",      1.00,           (0.90, 0.99)),
