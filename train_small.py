@@ -2167,6 +2167,7 @@ def finish(run: Run) -> dict:
         blend_average(state)
         log_steps(run)
     state.graphs = None  # the report's samples can have their memory
+    torch._logging.set_logs(recompiles=False)  # and may compile
     progress.scores = progress.scores or evaluate(run)
     seconds = max(progress.train_seconds, 1e-9)
 

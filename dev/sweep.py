@@ -42,7 +42,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "records"))
-import entry  # noqa: E402
+from files import UserError, write_atomic  # noqa: E402
+from metrics import read_log, split_log  # noqa: E402
+from significance import welch  # noqa: E402
+from text import p_text, table  # noqa: E402
 
 BASE = "base"
 KEYS = ("script", "flags", "seeds", "variants", "grid")
@@ -87,25 +90,25 @@ def read_sweep(path: Path) -> Sweep:
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise entry.UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise entry.UserError(f"{path} is no TOML: {error}") from None
+        raise UserError(f"{path} is no TOML: {error}") from None
     for key in text:
         if key not in KEYS:
-            raise entry.UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")
+            raise UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")
 
     script = ROOT / str(text.get("script", "train_small.py"))
     if not script.is_file():
-        raise entry.UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
+        raise UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
     seeds = text.get("seeds", [0])
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
-        raise entry.UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
+        raise UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
     variants = {BASE: []}
     for name, flags in table_of(text, "variants", path).items():
         variants[name] = words_of(flags, f"{path}: the variant {name}")
     if set(variants) != {BASE, *table_of(text, "variants", path)} or variants[BASE]:
-        raise entry.UserError(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
+        raise UserError(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
     variants |= grid_variants(table_of(text, "grid", path), path)
     return Sweep(script, words_of(text.get("flags", []), f"{path}: flags"), seeds, variants)
 
@@ -113,13 +116,13 @@ def read_sweep(path: Path) -> Sweep:
 def table_of(text: dict, key: str, path: Path) -> dict:
     value = text.get(key, {})
     if not isinstance(value, dict):
-        raise entry.UserError(f"{path}: {key} must be a table, [{key}], not {value}")
+        raise UserError(f"{path}: {key} must be a table, [{key}], not {value}")
     return value
 
 
 def words_of(value, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise entry.UserError(f'{what} must be a list of words like ["--mudd-width", "0"], not {value}')
+        raise UserError(f'{what} must be a list of words like ["--mudd-width", "0"], not {value}')
     return value
 
 
@@ -127,7 +130,7 @@ def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
     """{name: flags} for every combination of the values."""
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise entry.UserError(f"{path}: {key} in [grid] must be a list of values, not {values}")
+            raise UserError(f"{path}: {key} in [grid] must be a list of values, not {values}")
     out = {}
     if grid:
         for values in itertools.product(*grid.values()):
@@ -169,7 +172,7 @@ def plan(sweep: Sweep, out: Path) -> list[Job]:
         for name, flags in sweep.variants.items():
             folder = re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_") or "variant"
             if taken.setdefault(folder, name) != name:
-                raise entry.UserError(f"the variants {taken[folder]} and {name} would share a folder; rename one")
+                raise UserError(f"the variants {taken[folder]} and {name} would share a folder; rename one")
             run_dir = out / f"{folder}_{seed}"
             jobs.append(Job(name, seed, run_dir, [*sweep.flags, *flags, "--seed", str(seed)]))
     return jobs
@@ -187,7 +190,7 @@ def train(job: Job, script: Path, gpu: str, work: Work) -> None:
     if not (job.run_dir / "result.json").is_file():
         shutil.rmtree(job.run_dir, ignore_errors=True)  # of a sweep that was stopped
         job.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        entry.write_whole(note, json.dumps(wanted))
+        write_atomic(note, json.dumps(wanted))
         run_script(job, script, gpu, work)
     if not job.error:
         read_result(job)
@@ -213,7 +216,7 @@ def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
 def read_result(job: Job) -> None:
     """Final bits per byte, and the median time of a step without the first fifth of them."""
     result = json.loads((job.run_dir / "result.json").read_text(encoding="utf-8"))
-    steps, _ = entry.split(entry.read_log(job.run_dir / "log.jsonl"))
+    steps, _ = split_log(read_log(job.run_dir / "log.jsonl"))
     times = [line["step_ms"] for line in steps]
     job.bpb = result["val_bpb"]
     job.step_ms = statistics.median(times[len(times) // 5 :])
@@ -228,7 +231,7 @@ def take_jobs(gpu: str, script: Path, work: Work) -> None:
             return
         try:
             train(job, script, gpu, work)
-        except (OSError, ValueError, KeyError, entry.UserError) as error:
+        except (OSError, ValueError, KeyError, UserError) as error:
             job.error = f"{job.run_dir} cannot be read or written ({error})"
         if not work.stopped:
             end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
@@ -261,7 +264,7 @@ def run_all(jobs: list[Job], script: Path) -> None:
             process.terminate()
         for thread in threads:
             thread.join()
-        raise entry.UserError("stopped; finished runs are kept, and the same command goes on with the others") from None
+        raise UserError("stopped; finished runs are kept, and the same command goes on with the others") from None
 
 
 # ==== what came of it
@@ -278,7 +281,7 @@ def rows_of(jobs: list[Job]) -> list[dict]:
         done = [job for job in members if job.bpb is not None]
         errors = [job.error for job in members if job.error]
         bpb = [job.bpb for job in done]
-        test = entry.welch(bpb, base) if bpb and base and name != BASE else None
+        test = welch(bpb, base) if bpb and base and name != BASE else None
         row = {"name": name, "bpb": bpb, "errors": errors, "test": test}
         row["step_ms"] = statistics.median(job.step_ms for job in done) if done else None
         rows.append(row)
@@ -298,13 +301,13 @@ def table_text(rows: list[dict]) -> str:
             cells[0] = f"{test['difference']:+.5f}"
         if test and test["p"] is not None:
             cells[1] = f"{test['low']:+.5f} to {test['high']:+.5f}"
-            cells[2] = entry.p_text(test["p"]).removeprefix("= ")
+            cells[2] = p_text(test["p"]).removeprefix("= ")
         name = row["name"]
         if row["errors"]:
             name += f" ({len(row['errors'])} failed: {row['errors'][0]})".replace("|", "/")
         lines.append([name, str(len(bpb)), mean, sd, *cells, ms])
     titles = ["variant", "seeds", "val bpb", "sd", "minus base", "95 % interval", "p", "ms a step"]
-    return entry.table(titles, lines) + "\n"
+    return table(titles, lines) + "\n"
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -344,13 +347,13 @@ def choose(sweep: Sweep, only: str | None, seeds: str | None) -> None:
         beginnings = tuple(word.strip() for word in only.split(",") if word.strip())
         names = [name for name in sweep.variants if name != BASE and name.startswith(beginnings)]
         if not names:
-            raise entry.UserError(f"--only {only} matches no variant; choose from {', '.join(sweep.variants)}")
+            raise UserError(f"--only {only} matches no variant; choose from {', '.join(sweep.variants)}")
         sweep.variants = {name: sweep.variants[name] for name in (BASE, *names)}
     if seeds:
         try:
             sweep.seeds = list(dict.fromkeys(int(word) for word in seeds.split(",")))
         except ValueError:
-            raise entry.UserError(f"--seeds {seeds} must be whole numbers with commas between, e.g. 0,1,2") from None
+            raise UserError(f"--seeds {seeds} must be whole numbers with commas between, e.g. 0,1,2") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -374,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = rows_of(jobs)
     table = table_text(rows)
     print(table, end="")
-    entry.write_whole(out / "sweep.md", table)
+    write_atomic(out / "sweep.md", table)
     if any(row["bpb"] for row in rows if row["name"] == BASE):
         draw(rows, out / "sweep.png")
         print(f"{out / 'sweep.md'}, {out / 'sweep.png'}")

@@ -1,11 +1,11 @@
 """Writes an entry to baselines/ from finished runs that differ in their seed only.
 
-    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-26_p34-h100 \\
+    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --baseline 2026-11-26_p34-h100 \\
         --hypothesis "..." --change "..." --dropped "..."
 
-Nothing is written unless the entry verifies and the script reproduces the Config of the runs from their flags. The text
-of its README.md may be edited until it is committed, except the figures between the markers. CORE is read from
-core.csv of runs/score_core.py. Rules: records/README.md.
+Nothing is written unless the entry verifies and the script reproduces the Config of the runs from
+their flags. The text of its README.md may be edited until it is committed, except the figures
+between the markers. CORE is read from core.csv of runs/score_core.py. Rules: records/README.md.
 """
 
 import argparse
@@ -20,20 +20,27 @@ import sys
 from pathlib import Path
 
 import entry
+import files
+import flags
+import metrics
 import rules
+import text
 import tracks
+from files import UserError
 
 MAX_BYTES = 1_000_000
-START = ("date", "step", "flags", "machine", "dataset_fingerprint")
-# The Config that a script makes of each list of flags. It runs the script's import, so only of one's own runs.
+# What run_SEED.json keeps of each start; scripts up to 2026-11-27 also state what a resumed run
+# changed.
+START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
+# The Config that a script makes of each list of flags. It runs the script's import, so only of
+# one's own runs.
 PRINT_CONFIGS = """
 import dataclasses, importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 module = sys.modules["script"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for words in json.loads(sys.argv[2]):
-    args = module.build_parser().parse_args(words)
-    config = module.make_config(args)
+    config = module.make_config(module.build_parser().parse_args(words))
     stages = [dataclasses.astuple(stage) for stage in config.stage_table]
     print(json.dumps({**dataclasses.asdict(config), "stages": stages}))
 """
@@ -43,127 +50,132 @@ for words in json.loads(sys.argv[2]):
 
 
 def read_run(run_dir: Path, script: str) -> dict:
-    """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
+    """A finished run: {"dir", "flags" as given, "config", "file": its future run_SEED.json}."""
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
-            way = "it is of another track" if name == script else "name the directory of a run"
-            raise entry.UserError(f"{run_dir} has no {name}; {way}")
-    stated = entry.read_json(run_dir / "config.json")
-    if "stage_table" in stated:  # an entry states the stages that the script derived
-        stated["config"]["stages"] = [list(stage.values()) for stage in stated["stage_table"]]
-    if stated["command"] != "pretrain":
-        raise entry.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
-    if not stated.get("starts"):
-        raise entry.UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
-    if not stated["dataset_fingerprint"]:
-        raise entry.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
-    log = entry.read_log(run_dir / "log.jsonl")
-    problems = rules.check_log(log, stated["config"], stated["machine"])
-    entry.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
-    file = run_file(stated, log)
+            hint = "it is of another track" if name == script else "name the directory of a run"
+            raise UserError(f"{run_dir} has no {name}; {hint}")
+    description = entry.read_description(run_dir)
+    if description["command"] != "pretrain":
+        raise UserError(f"{run_dir} is a run of {description['command']}; an entry is made of pretraining runs")
+    if not description.get("starts"):
+        raise UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
+    if not description["dataset_fingerprint"]:
+        raise UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
+    log = metrics.read_log(run_dir / "log.jsonl")
+    problems = rules.check_log(log, description["config"], description["machine"])
+    files.raise_first([f"{run_dir}/log.jsonl: {problem}" for problem in problems])
+    file = run_file(description, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
     file["date"] = file["starts"][0]["date"][:10]
-    return {"dir": run_dir, "flags": stated["flags"], "config": stated["config"], "file": file}
+    given = description["starts"][0]["flags"]
+    return {"dir": run_dir, "flags": given, "config": description["config"], "file": file}
 
 
-def run_file(stated: dict, log: list[dict]) -> dict:
-    """What config.json states, without places."""
-    starts = [{key: start[key] for key in START} for start in stated["starts"]]
+def run_file(description: dict, log: list[dict]) -> dict:
+    """run_SEED.json: what config.json states, without the folders of a run."""
+    starts = [{key: start[key] for key in START if key in start} for start in description["starts"]]
     for start in starts:
-        start["flags"] = entry.kept_flags(start["flags"])
-    config = stated["config"]
+        start["flags"] = flags.entry_flags(start["flags"])
+    config = description["config"]
     return {
         "seed": config["seed"],
         "data": Path(config["data"]).name,
-        "dataset_fingerprint": stated["dataset_fingerprint"],
-        "flags": entry.kept_flags(stated["flags"]),
-        "config": {key: value for key, value in config.items() if key not in entry.PLACE_FIELDS},
-        "machine": stated["machine"],
+        "dataset_fingerprint": description["dataset_fingerprint"],
+        "flags": starts[0]["flags"],
+        "config": {key: value for key, value in config.items() if key not in flags.RUN_FIELDS},
+        "machine": description["machine"],
         "starts": starts,
-        "scored": entry.logged_score(log),
+        "scored": entry.scored_by(log),
     }
 
 
 def committed(path: str, commit: str | None) -> str | None:
     """The committed content of a file of this repository; None if it is not committed."""
-    done = subprocess.run(["git", "-C", entry.ROOT, "show", f"{commit}:{path}"], capture_output=True)
+    done = subprocess.run(["git", "-C", files.ROOT, "show", f"{commit}:{path}"], capture_output=True)
     return done.stdout.decode() if done.returncode == 0 else None
 
 
 def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
     """(commit of the run, whether its script differs from that)."""
     commit = machine["git_commit"] or None
-    text = committed(script, commit) or ""
-    return commit, hashlib.sha256(text.encode()).hexdigest() != machine["script_sha256"]
+    source = committed(script, commit) or ""
+    return commit, hashlib.sha256(source.encode()).hexdigest() != machine["script_sha256"]
 
 
 def check_configs(runs: list[dict], args: str, script: str) -> None:
-    """Raises unless each Config is what the script makes of the flags."""
+    """Raises UserError unless each Config is what the script makes of the flags.
+
+    Args: runs as read_run() gives them; args the text of the args file; script the name of the
+    training script
+    """
     lists = []
     for run in runs:
         own = [word for word in run["flags"] if not word.startswith("@") and word != "pretrain"]
-        lists.append([*entry.args_words(args), *own])
+        lists.append([*flags.parse_args_file(args), *own])
     first = runs[0]["dir"].resolve()
     command = [sys.executable, "-c", PRINT_CONFIGS, str(first / script), json.dumps(lists)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=first)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise entry.UserError(f"{first / script} does not say its Config: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or ["it printed no error"]
+        raise UserError(f"{first / script} does not tell its Config: {lines[-1]}")
     made = [json.loads(line) for line in done.stdout.splitlines()[-len(runs) :]]
     # The tokenizer gives vocab_size, and intervals may change when a run is resumed.
-    free = ("data", "wandb", "vocab_size", *entry.INTERVAL_FIELDS)
+    free = ("data", "wandb", "vocab_size", *flags.INTERVAL_FIELDS)
     for run, config in zip(runs, made, strict=True):
-        pair = [{k: v for k, v in c.items() if k not in free} for c in (run["config"], config)]
-        entry.refuse(entry.unequal(*pair, f"{run['dir']}: config", "script and flags give"))
+        pair = [{k: v for k, v in c.items() if k not in free} for c in (config, run["config"])]
+        files.raise_first(files.mismatches(*pair, f"{run['dir']}: config", "script and flags give"))
 
 
 # ==== the entry
 
 
 def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) -> None:
-    """Writes the entry to a temporary folder."""
+    """Writes the entry to a temporary folder. Raises UserError if it does not verify."""
     first = runs[0]
     script = f"train_{args.track}.py"
     shutil.copyfile(first["dir"] / script, folder / script)
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
-    flags = ""
+    args_text = ""
     for name in args_files[:1]:
         # In a changed working tree, the args file may have been committed after the runs.
         commit = "HEAD" if first["file"]["machine"]["git_dirty"] else first["file"]["commit"]
-        flags = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
-        if flags is None:
-            raise entry.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
-        (folder / name).write_text(flags, encoding="utf-8")
+        args_text = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
+        if args_text is None:
+            raise UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+        (folder / name).write_text(args_text, encoding="utf-8")
     for run in runs:
         copy_run(run, folder)
-    logs = [entry.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
-    (folder / "curve.csv").write_text(entry.curve_csv(logs), encoding="utf-8")
+    logs = [metrics.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
+    (folder / "curve.csv").write_text(text.curve_csv(logs), encoding="utf-8")
 
-    against = args.against and Path(args.against).name
-    record = entry.make_record(folder, args.track, against)
-    if against:
-        other = entry.read_record(folder.parent / against)
-        pair = [r["dataset"]["fingerprint"] for r in (record, other)]
-        entry.refuse(entry.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
-    (folder / "record.json").write_text(entry.dump(record), encoding="utf-8")
+    baseline = args.baseline and Path(args.baseline).name
+    record = entry.make_record(folder, args.track, baseline)
+    if baseline:
+        other = entry.read_record(folder.parent / baseline)
+        pair = [each["dataset"]["fingerprint"] for each in (other, record)]
+        files.raise_first(files.mismatches(*pair, "the dataset of these runs", f"that of {baseline} is"))
+    (folder / "record.json").write_text(files.to_json(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change}
-    parts |= {"Runs": entry.figures_text(record, folder), "Tried and dropped": args.dropped}
-    sections = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
-    (folder / "README.md").write_text("\n\n".join([f"# {title}", *sections]) + "\n", encoding="utf-8")
+    parts |= {"Runs": text.figures_text(record, folder), "Tried and dropped": args.dropped}
+    sections = [f"## {part}\n\n{words or '(not stated)'}" for part, words in parts.items()]
+    page = "\n\n".join([f"# {title}", *sections]) + "\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
-        raise entry.UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
-    entry.refuse([f"these runs make no entry: {text}" for text in rules.problems(folder)])
-    check_configs(runs, flags, script)
+        raise UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
+    files.raise_first([f"these runs make no entry: {problem}" for problem in rules.problems(folder)])
+    check_configs(runs, args_text, script)
 
 
 def copy_run(run: dict, folder: Path) -> None:
+    """Writes run_SEED.json, the log and core.csv of a run. Raises UserError if its seed is taken."""
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
-        raise entry.UserError(f"{run['dir']} has the seed {seed}, as another run; an entry needs different seeds")
-    file.write_text(entry.dump(run["file"]), encoding="utf-8")
+        raise UserError(f"{run['dir']} has the seed {seed}, as another run; an entry needs different seeds")
+    file.write_text(files.to_json(run["file"]), encoding="utf-8")
     log = (run["dir"] / "log.jsonl").read_bytes()
     (folder / f"log_{seed}.jsonl.gz").write_bytes(gzip.compress(log, 9, mtime=0))
     if (run["dir"] / "core.csv").is_file():
@@ -175,24 +187,24 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="finished runs, one for each seed")
-    add("--track", required=True, choices=entry.TRACKS, help="which training script")
+    add("--track", required=True, choices=entry.SCRIPTS, help="training script")
     add("--slug", required=True, help="short name in lower case, e.g. wider-mlp")
-    add("--against", help="the entry to compare with, a folder of baselines/")
-    add("--hypothesis", default="", help="what was expected, and why")
-    add("--change", default="", help="what is different")
-    add("--dropped", default="", help="what was tried and dropped")
-    add("--out", type=Path, default=entry.BASELINES, help="default baselines/")
+    add("--baseline", metavar="ENTRY", help="entry to compare with, a folder of baselines/")
+    add("--hypothesis", default="", help="expectation and its reason")
+    add("--change", default="", help="difference to the baseline")
+    add("--dropped", default="", help="attempts without success")
+    add("--out", type=Path, default=files.BASELINES, help="folder of entries (default baselines/)")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
-        raise entry.UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
-    if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
-        raise entry.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
+        raise UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
+    if args.baseline and not (args.out / Path(args.baseline).name / "record.json").is_file():
+        raise UserError(f"--baseline {args.baseline} is no entry in {args.out}; name a folder there")
     script = f"train_{args.track}.py"
     runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])
     final = args.out / f"{max(run['file']['date'] for run in runs)}_{args.slug}"
     if final.exists():
-        raise entry.UserError(f"{final} exists; entries are never edited, so choose another --slug")
+        raise UserError(f"{final} exists; entries are never edited, so choose another --slug")
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -200,15 +212,16 @@ def main(argv: list[str] | None = None) -> None:
         os.rename(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    shown = os.path.relpath(final)
-    print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then")
-    print(f"    python records/verify.py {shown}\n    python records/compare.py --write")
+    path = os.path.relpath(final)
+    print(f"{path} holds {len(runs)} run(s): read its README.md, edit its words, then")
+    print(f"    python records/verify.py {path}\n    python records/leaderboard.py")
     record = entry.read_record(final)
-    found = tracks.read()
-    names = tracks.tracks_of(record, found)
+    tracks_json = tracks.read()
+    names = tracks.tracks_of(record, tracks_json)
     for name in names:
-        why = tracks.refusal(record, found["tracks"][name])
-        print(f"track {name}: {why or 'ranked by records/compare.py --write'}")
+        reason = tracks.ineligible_because(record, tracks_json["tracks"][name])
+        outcome = f"ineligible: {reason}" if reason else "ranked by records/leaderboard.py"
+        print(f"track {name}: {outcome}")
     if not names:
         print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")
 

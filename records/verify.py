@@ -4,8 +4,9 @@
     python records/verify.py baselines/2026-11-23_first-p34
     python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
-records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with its script and flags
-until step N and compares Config and loss with those of the entry, and on the same card also seconds and MFU.
+records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with
+its script and flags until step N and compares Config and loss with those of the entry, and on the
+same model of GPU also seconds and MFU.
 """
 
 import argparse
@@ -18,22 +19,25 @@ import time
 from pathlib import Path
 
 import entry
+import files
+import metrics
 import rules
+from files import UserError
 
-SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
+MAX_SIGMA = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
-SLOWER = 1.05  # the same code differs by about 2 % from day to day
+TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, one GPU by 2 % from day to day
 
 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
-    """Trains with the first seed until step `steps` and compares what it logs with the entry."""
+    """Trains the first seed until step `steps` and compares its log with the entry: the problems."""
     record = entry.read_record(folder)
     fingerprint = record["dataset"]["fingerprint"]
-    found = entry.read_json(data / "dataset.json").get("fingerprint")
-    if found != fingerprint:
-        raise entry.UserError(f"{data} is another dataset: its fingerprint is {found}, the entry ran on {fingerprint}")
+    given = files.read_json(data / "dataset.json").get("fingerprint")
+    if given != fingerprint:
+        raise UserError(f"{data} is another dataset: its fingerprint is {given}, the entry ran on {fingerprint}")
     logs = entry.read_logs(folder, record)
-    last = entry.split(logs[0])[0][-1]["step"]
+    last = metrics.split_log(logs[0])[0][-1]["step"]
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / "run"
         command = [sys.executable]
@@ -45,12 +49,12 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         command += [*record["flags"], "--seed", str(record["runs"][0]["seed"])]
         command += ["--data", str(data.resolve()), "--run-dir", str(run_dir)]
         log = train_until(steps, last, command, run_dir / "log.jsonl", Path(temporary) / "stderr")
-        made = entry.read_json(run_dir / "config.json")
+        made = entry.read_description(run_dir)
     log = [line for line in log if line["step"] <= steps]
     problems = compare_loss(record, logs, log, steps >= last)
     if record["config"]:
-        recipes = [rules.recipe_of(config) for config in (record["config"], made["config"])]
-        problems += entry.unequal(*recipes, "rerun: config", "the script makes")
+        recipes = [rules.recipe_of(config) for config in (made["config"], record["config"])]
+        problems += files.mismatches(*recipes, "rerun: config", "the script makes")
     hardware = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
     if hardware[0] == hardware[1]:
         return problems + compare_speed(logs, log)
@@ -60,22 +64,22 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
 
 
 def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
-    """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
-    mine = {line["step"]: line["loss"] for line in entry.split(log)[0]}
+    """Losses, and at the end val bpb, may differ from the mean by MAX_SIGMA sd of the seeds."""
+    mine = {line["step"]: line["loss"] for line in metrics.split_log(log)[0]}
     noise = record["loss_noise"] or UNKNOWN_NOISE
     pairs = []
-    for row in entry.loss_curve(logs):
+    for row in metrics.loss_curve(logs):
         step = row["step"]
         if step in mine:
             pairs.append((f"the loss at step {step}", mine[step], row["loss"], noise))
     if finished:
-        known = record["summary"]["val_bpb"]
-        spread = known["sd"] / known["mean"] if known["sd"] else UNKNOWN_NOISE
-        pairs.append(("val bpb", entry.metrics(log)["val_bpb"], known["mean"], spread))
+        bpb = record["summary"]["val_bpb"]
+        sigma = bpb["sd"] / bpb["mean"] if bpb["sd"] else UNKNOWN_NOISE
+        pairs.append(("val bpb", metrics.run_metrics(log)["val_bpb"], bpb["mean"], sigma))
     out = []
-    for what, value, mean, spread in pairs:
+    for what, value, mean, sigma in pairs:
         off = value / mean - 1
-        allowed = SPREADS * spread
+        allowed = MAX_SIGMA * sigma
         text = f"{what} is {value:.4f}, the entry has {mean:.4f} ({off:+.3%}, allowed {allowed:.3%})"
         print(f"  {text}", flush=True)
         if not abs(off) <= allowed:
@@ -84,9 +88,9 @@ def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> l
 
 
 def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
-    """On the same hardware: FLOPs of a token, which MFU and tokens/s imply, are equal, and seconds similar."""
-    stated = {line["step"]: line for line in entry.split(logs[0])[0]}
-    mine = [line for line in entry.split(log)[0] if line["step"] in stated]
+    """On the same hardware, MFU and tokens/s imply equal FLOPs of a token; seconds are similar."""
+    stated = {line["step"]: line for line in metrics.split_log(logs[0])[0]}
+    mine = [line for line in metrics.split_log(log)[0] if line["step"] in stated]
     out = []
     for line in mine:
         other = stated[line["step"]]
@@ -99,7 +103,7 @@ def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
     old = stated[last["step"]]["train_seconds"] - stated[first["step"]]["train_seconds"]
     text = f"steps {first['step']} to {last['step']} took {span:.2f} s, in the entry {old:.2f} s"
     print(f"  {text}", flush=True)
-    if span > SLOWER * old:
+    if span > (1 + TIME_TOLERANCE) * old:
         out.append(f"rerun: {text}; that is {span / old - 1:.0%} slower")
     return out
 
@@ -107,22 +111,22 @@ def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
 def train_until(steps: int, last: int, command: list[str], log: Path, errors: Path) -> list[dict]:
     """Starts a run and stops it once it has logged the step, as --steps would change its schedules.
 
-    Returns the entries of its log. If the step is the last one, the run finishes.
+    Returns the lines of its log. If the step is the last one, the run finishes.
     """
     with errors.open("w") as stderr:
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=entry.ROOT)
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=files.ROOT)
     try:
         while True:
             ended = run.poll() is not None  # asked before reading, so that its last lines are seen
             text = log.read_text(encoding="utf-8") if log.is_file() else ""
             lines = text.splitlines(keepends=True)
-            entries = [json.loads(line) for line in lines if line.endswith("\n")]
-            reached = bool(entries) and entries[-1]["step"] >= min(steps, last)
+            whole = [json.loads(line) for line in lines if line.endswith("\n")]
+            reached = bool(whole) and whole[-1]["step"] >= min(steps, last)
             if reached and (steps < last or ended):
-                return entries
+                return whole
             if ended:
-                said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise entry.UserError(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
+                lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                raise UserError(f"the rerun ended before step {steps}: {lines[-1] if lines else 'it printed no error'}")
             time.sleep(0.2)
     finally:
         run.terminate()
@@ -133,26 +137,26 @@ def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("folder", metavar="FOLDER|all", help="an entry, or all in baselines/")
-    add("--rerun", type=int, metavar="N", help="also train until step N and compare")
-    add("--data", type=Path, help="with --rerun: the dataset directory")
-    add("--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)")
+    add("folder", metavar="FOLDER|all", help="one entry, or all in baselines/")
+    add("--rerun", type=int, metavar="N", help="train until step N and compare with the entry")
+    add("--data", type=Path, help="dataset directory for --rerun")
+    add("--processes", type=int, default=1, help="GPUs for --rerun (default 1)")
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
-        raise entry.UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
+        raise UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
     folders = entry.folders() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
-        found = rules.problems(folder)
-        if args.rerun and not found:
+        problems = rules.problems(folder)
+        if args.rerun and not problems:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
-            found = rerun(folder, args.rerun, args.data, args.processes)
-        print(f"{folder.name}: {'ok' if not found else f'{len(found)} problem(s)'}")
-        for text in found:
-            print(f"  {text}")
-        bad += bool(found)
+            problems = rerun(folder, args.rerun, args.data, args.processes)
+        print(f"{folder.name}: {'ok' if not problems else f'{len(problems)} problem(s)'}")
+        for problem in problems:
+            print(f"  {problem}")
+        bad += bool(problems)
     if bad:
-        raise entry.UserError(f"{bad} of {len(folders)} entries do not verify, see above")
+        raise UserError(f"{bad} of {len(folders)} entries do not verify, see above")
 
 
 if __name__ == "__main__":

@@ -81,12 +81,18 @@ def read_reference(name: str) -> list[dict]:
     """The log of a run, or of the first seed of an entry; @runs/NAME.args stands for its newest entry."""
     folder = Path(name)
     if name.startswith("@"):
-        entries = sorted((Path(__file__).parents[1] / "baselines").glob(f"*/{folder.name}"))
+        entries = [path.parent for path in (Path(__file__).parents[1] / "baselines").glob(f"*/{folder.name}")]
         if not entries:
             raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists the args files that have one")
-        folder = entries[-1].parent
+        folder = max(entries, key=last_start)
     logs = sorted(folder.glob("log_*.jsonl.gz"))
     return [*map(json.loads, gzip.decompress(logs[0].read_bytes()).splitlines())] if logs else read_log(folder)
+
+
+def last_start(folder: Path) -> str:
+    """When the runs of an entry last started; of those up to 2026-11-22 only the day is known, from the name."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("run_*.json")]
+    return max((start["date"] for run in runs for start in run["starts"]), default=folder.name[:10])
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:

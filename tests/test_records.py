@@ -30,10 +30,18 @@ sys.path.insert(0, str(ROOT / "records"))
 import add
 import compare
 import entry
+import files
+import flags
 import leaderboard
+import metrics
+import ranking
 import rules
+import significance
+import text
 import tracks
 import verify
+from ranking import Kind, Standing
+from significance import p_below
 
 SEEDS = (0, 1, 2)
 
@@ -54,9 +62,10 @@ def train(script, *argv) -> None:
         assert module.main([str(word) for word in argv]) == 0
 
 
-def fix_day(run_dir, day="2026-11-22") -> None:
-    """A day for the start of a run, so that the names of records are known."""
-    edit(run_dir / "config.json", lambda c: c["starts"][0].update(date=f"{day}T10:00:00"))
+def fix_start(run_dir) -> None:
+    """The day on which a run started, so that the names of records are known; b ran after a."""
+    hour = 11 if run_dir.name.startswith("b") else 10
+    edit(run_dir / "config.json", lambda c: c["starts"][0].update(date=f"2026-11-22T{hour}:00:00"))
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +94,7 @@ def repo(tmp_path_factory):
     script.write_text(before)
     git(repo, "commit", "-qam", "tiny")  # an args file may be committed after its runs
     for run_dir in (repo / "out").iterdir():
-        fix_day(run_dir)
+        fix_start(run_dir)
     return repo
 
 
@@ -94,8 +103,8 @@ def here(request, monkeypatch, fast_python):
     """The tools work on the small repository in tests that use it. What they start has torch already."""
     if "repo" in request.fixturenames:
         root = request.getfixturevalue("repo")
-        monkeypatch.setattr(entry, "ROOT", root)
-        monkeypatch.setattr(entry, "BASELINES", root / "baselines")
+        monkeypatch.setattr(files, "ROOT", root)
+        monkeypatch.setattr(files, "BASELINES", root / "baselines")
         monkeypatch.setattr(tracks, "FILE", root / "records" / "tracks.json")
         monkeypatch.setattr(leaderboard, "README", root / "records" / "README.md")
         monkeypatch.setattr(leaderboard, "QUOTED", root / "records" / "quoted.json")
@@ -128,7 +137,7 @@ def folders(repo, fast_python):
     device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
     track = ["--dataset", "tiny", "--script", "small", "--tokens", "4608", "--device", device, "--max-seq-len", "64",
              "--val-tokens", "1500", "--made-by", "make", "--train", "train"]  # fmt: skip
-    against = ["--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."]
+    against = ["--baseline", "2026-11-22_base", "--hypothesis", "A lower rate is worse."]
     typed("records/add.py", "out/a_0", "out/a_1", "out/a_2", "--track", "small", "--slug", "base")
     typed("records/tracks.py", "add", "data/tiny", *track, "--first", "baselines/2026-11-22_base")
     typed("records/add.py", "out/b_0", "out/b_1", "out/b_2", "--track", "small", "--slug", "a-low-rate", *against)
@@ -142,25 +151,25 @@ def raw(repo, name) -> list[list[dict]]:
 # ==== what is in the repository
 
 
-@pytest.mark.parametrize("folder", sorted(p.name for p in entry.BASELINES.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("folder", sorted(p.name for p in files.BASELINES.iterdir() if p.is_dir()))
 def test_every_baseline_verifies(folder):
-    assert rules.problems(entry.BASELINES / folder) == []
-    assert sum(p.stat().st_size for p in (entry.BASELINES / folder).iterdir()) <= add.MAX_BYTES
+    assert rules.problems(files.BASELINES / folder) == []
+    assert sum(p.stat().st_size for p in (files.BASELINES / folder).iterdir()) <= add.MAX_BYTES
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
 
 
 def test_old_entries_are_frozen(tmp_path):
     """A record.json of format 1 is known by its sha256 in tracks.json."""
-    folder = shutil.copytree(entry.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
+    folder = shutil.copytree(files.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
     edit(folder / "record.json", lambda record: record["config"].update(width=512))
     assert any("does not hold its sha256" in problem for problem in rules.problems(folder))
 
 
 def test_leaderboard_is_current():
-    """`python records/compare.py --write` would change nothing."""
-    for page, part in (("README.md", leaderboard.leaderboard()), ("CURVES.md", leaderboard.curves())):
-        text = leaderboard.README.with_name(page).read_text(encoding="utf-8")
-        assert part == text[text.index(leaderboard.BEGIN) : text.index(leaderboard.END) + len(leaderboard.END)]
+    """`python records/leaderboard.py` would change nothing."""
+    for name, part in (("README.md", leaderboard.leaderboard()), ("CURVES.md", leaderboard.curves())):
+        page = leaderboard.README.with_name(name).read_text(encoding="utf-8")
+        assert part == page[page.index(leaderboard.BEGIN) : page.index(leaderboard.END) + len(leaderboard.END)]
 
 
 # ==== add, verify, compare
@@ -171,14 +180,14 @@ def test_record_holds_what_the_runs_say(repo, folders):
     record = json.loads((folders[1] / "record.json").read_text())
     logs = raw(repo, "b")
     assert [run["seed"] for run in record["runs"]] == list(SEEDS)
-    for log, metrics in zip(logs, record["runs"], strict=True):
+    for log, stated in zip(logs, record["runs"], strict=True):
         steps = [e for e in log if "loss" in e]
-        assert (metrics["val_bpb"], metrics["steps"], metrics["tokens"]) == (log[-1]["val_bpb"], 12, 4608)
-        assert metrics["train_seconds"] == log[-1]["train_seconds"] and metrics["core"] is None
-        assert metrics["tokens_per_second"] == pytest.approx(4608 / log[-1]["train_seconds"])
+        assert (stated["val_bpb"], stated["steps"], stated["tokens"]) == (log[-1]["val_bpb"], 12, 4608)
+        assert stated["train_seconds"] == log[-1]["train_seconds"] and stated["core"] is None
+        assert stated["tokens_per_second"] == pytest.approx(4608 / log[-1]["train_seconds"])
         seconds = np.diff([0, *(e["train_seconds"] for e in steps)])
-        assert metrics["mfu"] == pytest.approx(np.average([e["mfu"] for e in steps], weights=seconds))
-        assert metrics["peak_memory_gib"] == max(e["memory_gib"] for e in steps)
+        assert stated["mfu"] == pytest.approx(np.average([e["mfu"] for e in steps], weights=seconds))
+        assert stated["peak_memory_gib"] == max(e["memory_gib"] for e in steps)
     new, old = ([log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ba")
     mean, sd = pytest.approx(np.mean(new)), pytest.approx(np.std(new, ddof=1))
     assert record["summary"]["val_bpb"] == {"mean": mean, "sd": sd}
@@ -216,21 +225,21 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     """Records and run directories give the same rows; the reference is found by a pattern."""
     bpb = {name: [log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ab"}
     picture = tmp_path / "curves.png"
-    text = run(compare, "--against", "*base", "--price", 3.6, "--target", 2.95, "--plot", picture)
-    runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--against", "a")
-    for name, title, table in (("a", "2026-11-22_base", text), ("b", "2026-11-22_a-low-rate", text), ("a", "a", runs)):
+    said = run(compare, "--baseline", "*base", "--price", 3.6, "--target", 2.95, "--plot", picture)
+    runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--baseline", "a")
+    for name, title, table in (("a", "2026-11-22_base", said), ("b", "2026-11-22_a-low-rate", said), ("a", "a", runs)):
         (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
         cells = [cell.strip() for cell in line.split("|")]
         assert cells[0] == f"{np.mean(bpb[name]):.5f}" and cells[1] == f"{np.std(bpb[name], ddof=1):.5f}"
         assert cells[2] == "4,608"
-    difference = entry.difference_text(entry.welch(bpb["b"], bpb["a"]), 5)
-    assert difference in text and difference in runs
-    assert f"| {entry.p_text(entry.below(bpb['a'], 2.95)).removeprefix('= ')} " in text
+    difference = text.difference_text(significance.welch(bpb["b"], bpb["a"]), 5)
+    assert difference in said and difference in runs
+    assert f"| {text.p_text(p_below(bpb['a'], 2.95)).removeprefix('= ')} " in said
     seconds = np.mean([log[-1]["train_seconds"] for log in raw(repo, "a")])
-    assert f"${seconds / 1000:.4f}" in text  # 3.6 dollars an hour
+    assert f"${seconds / 1000:.4f}" in said  # 3.6 dollars an hour
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 1000 and image.std() > 0.02
-    assert "matches 2 rows" in refused(compare, "--against", "2026*")
+    assert "matches 2 rows" in refused(compare, "--baseline", "2026*")
     assert "does not exist" in refused(compare, "out/none")
     assert "no run directory" in refused(compare, "runs/tiny.args")
 
@@ -243,8 +252,8 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
     edit(runs[1] / "config.json", lambda c: c["machine"].update(torch="2.0"))
     assert len(re.findall(r"^\| run_\d +\| +1 \|", run(compare, *runs), re.M)) == 2
     os.remove(runs[1] / "result.json")
-    text = run(compare, tmp_path)
-    assert "| run_0" in text and "run_1" not in text
+    said = run(compare, tmp_path)
+    assert "| run_0" in said and "run_1" not in said
     copy = shutil.copytree(runs[0], tmp_path / "copy")
     assert "run_0, copy are runs of one recipe, some with the same seed" in refused(compare, runs[0], copy)
 
@@ -252,9 +261,9 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
 def test_write_leaderboard(repo, folders):
     """Both tracks of the toy: the record that came first, and the worse one, which losses and pictures are of."""
     before = (repo / "records" / "README.md").read_text()
-    swap(tracks.FILE, '"picture": "p34"', '"picture": "tiny"')
+    swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
     pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
-    run(compare, "--write")
+    run(leaderboard)
     written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
     assert all(new.startswith(b"\x89PNG") and new != old for new, old in zip(written, pictures, strict=True))
     losses, bpbs = ([[e for e in log if "loss" in e][-1][key] for log in raw(repo, "b")] for key in ("loss", "bpb"))
@@ -262,19 +271,19 @@ def test_write_leaderboard(repo, folders):
     page = (repo / "records" / "CURVES.md").read_text()
     assert page.count("## @runs/") == 1 and "2026-11-22_a-low-rate" in page
     assert re.search(r"\| 100% +\| +12 \| +0\.0 M \| +" + re.escape(last).replace(r"\ ", " +"), page), page
-    text = (repo / "records" / "README.md").read_text()
-    assert text.startswith(before[: before.index(leaderboard.BEGIN)])
-    assert "Fewest bits per byte with 4,608 tokens, at most" in text and "Fewest training seconds" in text
-    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", text, re.M)
+    written = (repo / "records" / "README.md").read_text()
+    assert written.startswith(before[: before.index(leaderboard.BEGIN)])
+    assert "Fewest bits per byte with 4,608 tokens, at most" in written and "Fewest training seconds" in written
+    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", written, re.M)
     assert rows == [("base", "record 1 "), ("a-low-rate", "")] * 2
-    assert "c34-small-bpb, c34-small-seconds" in text and "--max-files 1" in text
-    assert "was current" in run(compare, "--write")
+    assert "c34-small-bpb, c34-small-seconds" in written and "--max-files 1" in written
+    assert "was current" in run(leaderboard)
     record = folders[1] / "record.json"
     kept = record.read_text()
     record.write_text(kept.replace('"seed": 2', '"seed": 5'))
-    assert "2026-11-22_a-low-rate does not verify" in refused(compare, "--write")
+    assert "2026-11-22_a-low-rate does not verify" in refused(leaderboard)
     record.write_text(kept)
-    assert (repo / "records" / "README.md").read_text() == text
+    assert (repo / "records" / "README.md").read_text() == written
 
 
 # ==== tampering
@@ -293,9 +302,9 @@ def edit(path, change) -> None:
 def swap(path, old, new) -> None:
     """Replaces a pattern once in a text, packed or not."""
     packed = path.suffix == ".gz"
-    text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text()
-    changed = re.sub(old, new, text, count=1)
-    assert changed != text, old
+    before = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text()
+    changed = re.sub(old, new, before, count=1)
+    assert changed != before, old
     path.write_bytes(gzip.compress(changed.encode(), mtime=0) if packed else changed.encode())
 
 
@@ -308,8 +317,8 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path):
     swap(folder / "log_1.jsonl.gz", r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n')
     edit(folder / "record.json", lambda record: record.update(files=entry.hashes(folder)))
     found = "\n".join(rules.problems(folder))
-    for text in ("summary.val_bpb.mean", "comparison.val_bpb.p", "curve.csv, 6 is 12,", "is | 1    | "):
-        assert text in found, text
+    for words in ("summary.val_bpb.mean", "comparison.val_bpb.p", "curve.csv, line 6 is 12,", "is | 1    | "):
+        assert words in found, words
     assert "1 of 1 entries do not verify" in refused(verify, folder)
 
 
@@ -370,13 +379,19 @@ def log(old, new=""):
 
 
 def overridden(config) -> None:
-    config["flags"] += ["--adam-lr", "0.001"]
+    config["flags"] += ["--set", "adam_lr=0.001"]
     config["config"]["adam_lr"] = 0.001
 
 
 def second_start(**changes):
     """The run was stopped after step 6 and resumed, with something else."""
     return config(lambda c: c["starts"].append({**c["starts"][0], "step": 6, **changes}))
+
+
+def resumed(start, *flags) -> dict:
+    """A second start of a script that does not state what it changed."""
+    kept = {key: value for key, value in start.items() if key != "changed"}
+    return {**kept, "step": 6, "flags": ["--resume", "--run-dir", "out/a_0", *flags]}
 
 
 # The runs that are added, what is done to a copy of the last one, and what add.py says.
@@ -390,8 +405,9 @@ REFUSALS = [
     ("a_0 a_1", lambda run_dir: os.remove(run_dir / "config.json"), "has no config.json"),
     # A copy with another seed in its config.json.
     ("a_0 a_0", config(lambda c: c["config"].update(seed=1)), "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz"),
-    ("a_0 a_1", config(overridden), "--adam-lr 0.001, run_0.json states @tiny.args"),
-    ("a_0", config(overridden), "--adam-lr 0.001 overrides the recipe, which voids record status"),
+    ("a_0 a_1", config(overridden), "--set adam_lr=0.001, run_0.json states @tiny.args"),
+    ("a_0", config(overridden), "--set adam_lr=0.001 overrides the recipe, which voids record status"),
+    ("a_0", config(lambda c: c["flags"].append("--no-fp8")), "--no-fp8 in --log-every 3"),
     ("a_0", config(lambda c: c["config"].update(adam_lr=1.0)), "config.adam_lr is 1.0, script and flags give 0.006"),
     ("a_0", config(lambda c: c.update(flags=c["flags"][1:])), "config.num_layers is 4, script and flags give 11"),
     ("a_0", config(lambda c: c.update(flags=["@runs/new.args"])), "runs/new.args is not committed"),
@@ -399,6 +415,9 @@ REFUSALS = [
     ("a_0", config(lambda c: c.update(dataset_fingerprint=None)), "has no fingerprint"),
     ("a_0", config(lambda c: c.update(command="finetune")), "is a run of finetune"),
     ("a_0", second_start(dataset_fingerprint="f"), "start 2.dataset_fingerprint is f, the run states"),
+    ("a_0", second_start(changed=["adam_lr was 1"]), "start 2: the run was changed: adam_lr was 1"),
+    ("a_0", config(lambda c: c["starts"].append(resumed(c["starts"][0], "--tokens", "9"))),
+     "start 2.flags is --tokens 9, the run states @tiny.args"),
 ]  # fmt: skip
 
 
@@ -424,35 +443,35 @@ def added(tmp_path, *run_dirs) -> Path:
     return folder
 
 
-def core_table(run_dir, accuracy, items=10) -> None:
-    rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(entry.CORE_TASKS)]
-    head = "task,items,accuracy,centered,seconds"
+def core_table(run_dir, accuracy, count=10, column="examples") -> None:
+    rows = [f"task{i},{count},0.5,{accuracy + i / 1000},1.0" for i in range(metrics.CORE_TASKS)]
+    head = f"task,{column},accuracy,centered,seconds"
     (run_dir / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.3,22.0\n"]))
 
 
 def test_add_reads_core(repo, tmp_path):
-    """core.csv counts, and all runs must have been scored on the same items."""
+    """core.csv counts, and all runs must have been scored on the same examples."""
     runs = copies(repo, tmp_path, 0, 1)
-    core_table(runs[0], 0.2)
+    core_table(runs[0], 0.2, column="items")  # as scripts of before wrote it
     core_table(runs[1], 0.4)
     folder = added(tmp_path, *runs)
     record = entry.read_record(folder)
     assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
     assert record["summary"]["core"]["mean"] == pytest.approx(0.3105)
     swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
-    assert any("record.json.runs, 2.core is" in text for text in rules.problems(folder))
-    core_table(runs[1], 0.4, items=5)
+    assert any("record.json.runs[1].core is" in problem for problem in rules.problems(folder))
+    core_table(runs[1], 0.4, count=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
-    assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
+    assert "core_1.csv: it is of other examples than core_0.csv; score all of them" in message
     (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
-    assert entry.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
+    assert metrics.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
 
 def test_add_refuses_names(repo, folders, tmp_path):
     runs = ["out/a_0", "out/a_1", "--track"]
     assert "entries are never edited" in refused(add, *runs, "small", "--slug", "base")
     assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
-    assert "--against nothing is no entry" in refused(add, *runs, "small", "--slug", "x", "--against", "nothing")
+    assert "--baseline nothing is no entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
     assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
     assert "its losses are those of 2026-11-22_base/log_0.jsonl.gz" in refused(add, *runs, "small", "--slug", "x")
     assert len(list((repo / "baselines").iterdir())) == 2
@@ -462,7 +481,7 @@ def test_add_against_another_dataset(repo, folders, tmp_path):
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
     baselines = shutil.copytree(repo / "baselines", tmp_path / "baselines")
-    argv = [other, "--track", "small", "--slug", "x", "--out", baselines, "--against", "2026-11-22_base"]
+    argv = [other, "--track", "small", "--slug", "x", "--out", baselines, "--baseline", "2026-11-22_base"]
     assert "that of 2026-11-22_base is" in refused(add, *argv)
 
 
@@ -486,11 +505,11 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
     assert str(tmp_path) not in (folder / "run_0.json").read_text()
     other = shutil.copytree(folder, tmp_path / "other" / "2019-01-01_x")
-    assert any(f"date is {day}, the folder is 2019" in text for text in rules.problems(other))
+    assert any(f"date is {day}, the folder is 2019" in problem for problem in rules.problems(other))
 
 
 def test_what_is_no_reason_to_refuse(repo, tmp_path):
-    """Patch versions, intervals, the timeout of ranks, names of folders, and the seal of older config.json."""
+    """Patch versions, intervals, names of folders, a table of stages, and the seal of older config.json."""
     runs = copies(repo, tmp_path, 0, 1)
 
     def other(config):
@@ -501,17 +520,26 @@ def test_what_is_no_reason_to_refuse(repo, tmp_path):
         config["config"].update(data="/elsewhere/renamed", save_every=-1)
         config["flags"] += ["--save-every", "-1", "--wandb", "name"]
 
-    edit(runs[0] / "config.json", lambda config: config.pop("sha256", None))
+    def stages_apart(config):
+        """As scripts list them that do not write derived stages into the Config."""
+        config.pop("sha256", None)
+        if "stage_table" not in config:
+            names = ("fraction", "packs", "lr_mult")
+            rows = config["config"]["stages"]
+            config["stage_table"] = [dict(zip(names, row, strict=True)) for row in rows]
+            config["config"]["stages"] = []
+
+    edit(runs[0] / "config.json", stages_apart)
     edit(runs[1] / "config.json", other)
     added(tmp_path, *runs)
-    flags = ["@other/tiny.args", "--rank-timeout", "9", "--resume", "--run-dir=a", "--no-compile", "--log-every", "3"]
-    assert entry.recipe_flags(flags) == ["@tiny.args", "--no-compile"]
+    given = ["@other/tiny.args", "--rank-timeout", "9", "--resume", "--run-dir=a", "--no-compile", "--log-every", "3"]
+    assert flags.recipe_flags(given) == ["@tiny.args", "--no-compile"]
 
 
 def halved(log) -> list[dict]:
     """A log whose clock ran at half the speed; its MFU stays."""
     out = [{**line, "train_seconds": line["train_seconds"] / 2} for line in log]
-    for line in entry.split(out)[0]:
+    for line in metrics.split_log(out)[0]:
         line.update(step_ms=line["step_ms"] / 2, tokens_per_second=line["tokens_per_second"] * 2)
     return out
 
@@ -519,12 +547,12 @@ def halved(log) -> list[dict]:
 @pytest.mark.parametrize("folder", ["2026-11-22_fp8-layers", "2026-11-23_first-p34-medium"])
 def test_seconds_mfu_and_speed_agree(folder):
     """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
-    record = entry.read_record(entry.BASELINES / folder)
-    log = entry.read_logs(entry.BASELINES / folder, record)[0]
-    (text,) = rules.check_log(halved(log), record["config"], record["hardware"])
-    assert "FLOPs a token, and a Config of this size needs about" in text
+    record = entry.read_record(files.BASELINES / folder)
+    log = entry.read_logs(files.BASELINES / folder, record)[0]
+    (problem,) = rules.check_log(halved(log), record["config"], record["hardware"])
+    assert "FLOPs a token, and a Config of this size needs about" in problem
     log[5]["step_ms"] *= 2
-    assert [text[:8] for text in rules.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
+    assert [words[:8] for words in rules.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
 
 
 def test_what_is_scored_is_that_of_the_track(folders):
@@ -535,12 +563,12 @@ def test_what_is_scored_is_that_of_the_track(folders):
     assert found["datasets"]["tiny"]["scored"] == {**stated, "max_seq_len": 64, "val_tokens": 1500}
     assert stated.keys() == {"targets", "bytes", "sha256"}
     assert tracks.scoring_problems(record, config, stated, found) == []
-    (text,) = tracks.scoring_problems(record, {**config, "max_seq_len": 32}, stated, found)
-    assert text == "scored.max_seq_len is 32, the tracks of this dataset score 64"
-    (text,) = tracks.scoring_problems(record, config, {**stated, "bytes": 5}, found)
-    assert text.startswith("scored.bytes is 5")
+    (problem,) = tracks.scoring_problems(record, {**config, "max_seq_len": 32}, stated, found)
+    assert problem == "scored.max_seq_len is 32, the tracks of this dataset score 64"
+    (problem,) = tracks.scoring_problems(record, config, {**stated, "bytes": 5}, found)
+    assert problem.startswith("scored.bytes is 5")
     said = tracks.scoring_problems(record, config, None, found)  # logs that do not say what they scored
-    assert [text.split()[0] for text in said] == ["scored.targets", "scored.bytes", "scored.sha256"]
+    assert [problem.split()[0] for problem in said] == ["scored.targets", "scored.bytes", "scored.sha256"]
 
 
 # ==== tracks.json
@@ -554,20 +582,20 @@ def test_committed_tracks():
             "bpb", "seconds"), name  # fmt: skip
         assert len(tracks.rule_text(track)) > 40 and f"train_{track['script']}.py" in track["train"]
         if track["limits_from"]:
-            runs = entry.read_record(entry.BASELINES / track["limits_from"])["runs"]
+            runs = entry.read_record(files.BASELINES / track["limits_from"])["runs"]
             if track["ranked_by"] == "val_bpb":
                 assert track["max_seconds"] == tracks.limit_of([run["train_seconds"] for run in runs])
             else:
                 assert track["target_bpb"] == tracks.target_of([run["val_bpb"] for run in runs])
-    old = [p.parent.name for p in entry.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
-    assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
+    old = [p.parent.name for p in files.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
+    assert sorted(found["format_1"]) == sorted(old) and found["main_dataset"] in found["datasets"]
 
 
 @pytest.fixture
 def new_track(folders, tmp_path, monkeypatch):
     """An empty tracks.json, the words that add a track to it, and a function that makes a first entry for it."""
     monkeypatch.setattr(tracks, "FILE", tmp_path / "tracks.json")
-    tracks.FILE.write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
+    tracks.FILE.write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "main_dataset": "b34"}))
     argv = ["add", "data/tiny", "--dataset", "new", "--script", "small", "--tokens", "4608", "--device", "Tesla T4"]
 
     def first(**changes):
@@ -607,15 +635,15 @@ def forge(source, target, change) -> Path:
     """A copy of an entry in which everything agrees with a changed file, as a forger would have it."""
     folder = shutil.copytree(source, target)
     script = folder / "train_small.py"
-    before = entry.sha256(script)
+    before = files.sha256(script)
     change(folder)
     for path in folder.glob("run_*.json"):
-        path.write_text(path.read_text().replace(before, entry.sha256(script)))
+        path.write_text(path.read_text().replace(before, files.sha256(script)))
     record = entry.read_record(folder)
-    (folder / "curve.csv").write_text(entry.curve_csv(entry.read_logs(folder, record)))
+    (folder / "curve.csv").write_text(text.curve_csv(entry.read_logs(folder, record)))
     record = entry.make_record(folder, record["track"], record["against"])
-    (folder / "record.json").write_text(entry.dump(record))
-    swap(folder / "README.md", rf"(?s){entry.BEGIN}.*{entry.END}", lambda match: entry.figures_text(record, folder))
+    (folder / "record.json").write_text(files.to_json(record))
+    swap(folder / "README.md", rf"(?s){text.BEGIN}.*{text.END}", lambda match: text.figures_text(record, folder))
     assert rules.problems(folder) == [], "without a rerun nobody sees it"
     return folder
 
@@ -629,7 +657,7 @@ def rerun(folder, steps, code=1) -> str:
 
 def test_rerun(repo, folders, tmp_path, monkeypatch):
     """The first seed again gives the logged losses; a script that trains differently does not, at the named step."""
-    monkeypatch.setattr(verify, "SLOWER", 1000)
+    monkeypatch.setattr(verify, "TIME_TOLERANCE", 1000)
     said = rerun(folders[0], 6, code=0)
     assert re.search(r"the loss at step 6 is \d\.\d{4}, the entry has \d\.\d{4}", said)
     assert re.search(r"steps 1 to 6 took \d", said) and said.endswith("_base: ok\n") and "step 9" not in said
@@ -652,7 +680,7 @@ def test_rerun_compares_the_clock(repo, folders, tmp_path):
 
     def fast(folder):
         for path in folder.glob("log_*.jsonl.gz"):
-            log = entry.read_log(path)
+            log = metrics.read_log(path)
             for _ in range(10):
                 log = halved(log)
             log = [{**line, "mfu": 0.5} if "loss" in line else line for line in log]
@@ -682,89 +710,214 @@ def test_welch():
     half = stats.t.ppf(0.975, freedom) * math.sqrt(a + b)
     p = 2 * stats.t.sf(0.01825 / math.sqrt(a + b), freedom)
     wanted = {"difference": -0.01825, "low": -0.01825 - half, "high": -0.01825 + half, "p": p}
-    assert entry.welch(new, old) == pytest.approx(wanted)
+    assert significance.welch(new, old) == pytest.approx(wanted)
     for pair, difference in ((([1.0], [2.0, 3.0]), -1.5), (([1.0, 1.0], [2.0, 2.0]), -1.0)):
-        assert entry.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
+        assert significance.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
 
 
 def test_below_and_target():
     """One-sided p by hand; the first record is below the target that it sets with p < 0.01, and not below less."""
     values = [1.184300512523402, 1.1866317469768832, 1.18417808650079]
     t = (np.mean(values) - 1.19) / (np.std(values, ddof=1) / math.sqrt(3))
-    assert entry.below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
-    assert entry.below(values, 1.18) > 0.9 and entry.below([1.0], 2) is None and entry.below([1.0, 1.0], 2) is None
+    assert p_below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
+    assert p_below(values, 1.18) > 0.9 and p_below([1.0], 2) is None and p_below([1.0, 1.0], 2) is None
     assert tracks.target_of(values) == 1.191  # 1.18504 + 6.9646 * 0.00138 / sqrt(3) = 1.19060
-    assert entry.below(values, 1.191) < 0.01 < entry.below(values, 1.190)
+    assert p_below(values, 1.191) < 0.01 < p_below(values, 1.190)
 
 
-def made_up(values, seconds, tokens=100):
-    runs = [{"val_bpb": v, "train_seconds": s, "tokens": tokens} for v, s in zip(values, seconds, strict=True)]
-    return {"runs": runs}
+def made_up(name, bpb, seconds, tokens=100, **about):
+    """A record with what ranking reads; each has a recipe of its own."""
+    runs = [{"val_bpb": b, "train_seconds": t, "tokens": tokens} for b, t in zip(bpb, seconds, strict=True)]
+    record = {"name": name, "date": "2026-11-22", "against": None, "runs": runs, "hardware": {"device": "NVIDIA H200"}}
+    return record | {"script": "train_small.py", "args": None, "flags": [], "files": {"train_small.py": name}} | about
+
+
+def around(mean, spread=0.1) -> tuple:
+    return mean, mean + spread, mean - spread
+
+
+BPB = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
+SECONDS = {"ranked_by": "train_seconds", "target_bpb": 1.3, "max_epochs": 1}
+
+
+def standings(records, track) -> dict[str, str]:
+    """{name: standing} from the best down."""
+    return {record["name"]: str(standing) for record, standing in ranking.rank(records, track)}
 
 
 def test_rank():
-    """Standings of made-up records on both tracks; limits are those of the track, whoever came first."""
-    first = made_up((1.20, 1.21, 1.22), (100, 101, 102))
-    better, slow = made_up((1.10, 1.11, 1.12), (105, 106, 104)), made_up((1.00, 1.01, 1.02), (120, 121, 122))
-    equal, few = made_up((1.11, 1.09, 1.10), (100, 100, 100)), made_up((0.9, 0.8), (50, 50))
-    more, whole = made_up((1.0, 1.01, 1.02), (90, 90, 91), 101), made_up((1.2, 1.3, 1.2), (90, 90, 91), 100.1)
-    bpb = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
-    ranked = leaderboard.rank([slow, first, better, few, equal, more, whole], bpb)
-    standings = ["no record", "record 2", "record 1", "no record", "fewer than 3 seeds", "too slow", "too many tokens"]
-    assert [standing.split(", p")[0] for _, standing in ranked] == standings
-    assert ranked[0][0] is equal and ranked[1][0] is better and ranked[1][1].startswith("record 2, p = ")
+    """Standings of made-up records on a track of bits per byte, best first; then those that are not ranked, and why."""
+    first = made_up("first", (1.20, 1.21, 1.22), (100, 101, 102))
+    records = [
+        first,
+        made_up("better", (1.10, 1.11, 1.12), (105, 106, 104), against="first"),
+        made_up("equal", (1.11, 1.09, 1.10), (100, 100, 100), against="better"),
+        made_up("worse", (1.5, 1.51, 1.52), (100, 100, 100), against="first"),
+        made_up("unclear", (1.0, 1.3, 1.2), (100, 100, 100), against="better"),
+        made_up("slow", (1.00, 1.01, 1.02), (120, 121, 122)),
+        made_up("few", (0.9, 0.8), (50, 50)),
+        made_up("more", (1.0, 1.01, 1.02), (90, 90, 91), 101),
+        made_up("whole steps", (1.6, 1.61, 1.62), (90, 90, 91), 100.1, against="first"),
+    ]
+    found = ranking.rank(records, BPB)
+    assert [(record["name"], standing.kind, standing.number) for record, standing in found] == [
+        ("equal", Kind.EQUAL, None), ("better", Kind.RECORD, 2), ("unclear", Kind.EQUAL, None),
+        ("first", Kind.RECORD, 1), ("worse", Kind.WORSE, None), ("whole steps", Kind.WORSE, None),
+        ("few", Kind.INELIGIBLE, None), ("slow", Kind.INELIGIBLE, None), ("more", Kind.INELIGIBLE, None),
+    ]  # fmt: skip
+    by_name = {record["name"]: standing for record, standing in found}
+    p = significance.welch((1.10, 1.11, 1.12), (1.20, 1.21, 1.22))["p"]
+    assert by_name["better"] == Standing(Kind.RECORD, 2, p) and str(by_name["better"]) == f"record 2, p = {p:.2g}"
+    assert str(by_name["first"]) == "record 1" and str(by_name["worse"]) == "worse, p < 0.0001"
+    assert str(by_name["equal"]).startswith("not significant, p = 0.2")
+    assert str(by_name["few"]) == "ineligible: fewer than 3 seeds" and str(by_name["slow"]) == "ineligible: too slow"
+    assert str(by_name["more"]) == "ineligible: too many tokens"
 
     target = tracks.target_of([1.20, 1.21, 1.22])
-    seconds = {"ranked_by": "train_seconds", "target_bpb": target, "max_epochs": 1}
-    fast, worse = made_up((1.20, 1.21, 1.22), (80, 81, 82)), made_up((1.25, 1.24, 1.26), (50, 51, 52))
-    ranked = leaderboard.rank([worse, first, fast], seconds)
-    assert [r for r, _ in ranked] == [fast, first, worse]
-    assert [standing for _, standing in ranked] == ["record 2, p < 0.0001", "record 1", "misses the target"]
-    assert leaderboard.rank([{**first, "max_epochs": 2}], seconds)[0][1] == "repeats text"
-    assert leaderboard.rank([first], {**bpb, "max_seconds": None})[0][1] == "no limit yet"
-    assert leaderboard.rank([first], {**seconds, "target_bpb": None})[0][1] == "no target yet"
+    fast = made_up("fast", (1.20, 1.21, 1.22), (80, 81, 82), against="first")
+    short = made_up("short", (1.25, 1.24, 1.26), (50, 51, 52))
+    assert standings([short, first, fast], {**SECONDS, "target_bpb": target}) == {
+        "fast": "record 2, 19.8% faster", "first": "record 1", "short": "ineligible: misses the target"}  # fmt: skip
+    assert standings([{**first, "max_epochs": 2}], SECONDS) == {"first": "ineligible: repeats text"}
+    assert standings([first], {**BPB, "max_seconds": None}) == {"first": "ineligible: no limit yet"}
+    assert standings([first], {**SECONDS, "target_bpb": None}) == {"first": "ineligible: no target yet"}
 
 
-RULE_6 = [  # who is named, on which day, in how many seconds, and the standing
-    ("", "2026-12-01", 96, "no record, 4.0% without a rerun"),
-    ("first", "2026-12-01", 96, "no record, 4.0% without a rerun"),
-    ("again", "2026-12-01", 96, "record 2, p < 0.0001"),
-    ("again", "2026-12-01", 98, "no record, 2.0% without a rerun"),  # no faster than the rerun
-    ("again", "2026-12-02", 96, "no record, 4.0% without a rerun"),
-    ("", "2026-12-01", 90, "record 2, p < 0.0001"),
+def test_a_day_is_counted_from_the_best_down_by_the_figure_of_the_track():
+    """The entry with fewer bits is slower: it is counted first on one track and last on the other."""
+    low = made_up("low", around(0.70, 0.001), around(40))
+    fast = made_up("fast", around(0.71, 0.001), around(30))
+    for records in ([low, fast], [fast, low]):
+        assert standings(records, BPB) == {"low": "record 1", "fast": "worse, p = 0.00026"}
+        assert standings(records, SECONDS) == {"fast": "record 1", "low": "worse, 33.3% slower"}
+
+
+def test_an_entry_of_a_day_comes_behind_its_baseline():
+    """Baselines of another day do not count: c names b, a names an entry of the day before."""
+    old = made_up("old", (1.5,), (9,), date="2026-11-20")
+    a = made_up("a", (1.3,), (9,), against="old")
+    b = made_up("b", (1.1,), (9,))
+    c = made_up("c", (1.0,), (9,), against="b")
+    found = ranking.in_order([c, b, a, old], "val_bpb")
+    assert [record["name"] for record in found] == ["old", "b", "a", "c"]
+
+
+def test_a_rerun_is_no_record():
+    """The same script, args file and flags with p < 0.01, on both tracks; --save-every and --seed are no recipe."""
+    first = made_up("first", around(0.70, 0.001), around(40))
+    same = {"files": first["files"], "flags": ["--save-every", "9", "--seed", "1"], "date": "2026-11-23"}
+    again = made_up("again", around(0.69, 0.001), around(20), **same)
+    for track in (BPB, SECONDS):
+        assert standings([first, again], track) == {"again": "not significant: a rerun", "first": "record 1"}
+        other = {**again, "flags": ["--tokens", "90"]}
+        assert standings([first, other], track)["again"].startswith("record 2, ")
+
+
+# Rule 6: in which session a new recipe ran, which entry it names, in how many seconds, and its standing.
+RULE_6 = [
+    ("2026-12-01", "A", "again", 96, "record 2, p < 0.0001"),
+    ("2026-12-01", "A", "again", 98, "not significant, p = 1"),  # no faster than the rerun
+    ("2026-12-01", "A", "again", 99, "not significant, p = 0.00026"),  # slower than the rerun alone
+    ("2026-12-01", "B", "again", 96, "not significant: other GPU or session"),
+    ("2026-12-01", None, "again", 96, "not significant: other GPU or session"),
+    ("2026-12-02", "A", "again", 96, "not significant: other GPU or session"),
+    ("2026-12-01", "A", "first", 96, "not significant: other GPU or session"),
+    ("2026-12-01", "A", None, 96, "not significant: other GPU or session"),
+    ("2026-12-01", None, None, 90, "record 2, 10.0% faster"),
+    ("2026-12-01", None, None, 110, "worse, 10.0% slower"),
+    ("2026-11-30", "C", "first", 99, "record 2, p = 0.00026"),  # in the session of the record itself
+    ("2026-11-30", "C", "first", 101, "worse, p = 0.00026"),
 ]
 
 
-def test_the_best_of_a_day_comes_first(monkeypatch):
-    rows = {"2026-12-01_a": (1.3, None), "2026-12-01_b": (1.1, None), "2026-12-01_c": (1.0, "2026-12-01_b")}
-    found = {name: made_up((bpb,), (9,)) | {"against": against} for name, (bpb, against) in rows.items()}
-    monkeypatch.setattr(leaderboard.entry, "folders", lambda: map(Path, found))
-    monkeypatch.setattr(leaderboard.entry, "read_record", lambda folder: found[folder.name])
-    assert [record["name"][-1] for record in leaderboard.in_order()] == ["b", "a", "c"]
+@pytest.mark.parametrize(("day", "gpu", "against", "seconds", "standing"), RULE_6)
+def test_seconds_are_tested_on_one_gpu_in_one_session(day, gpu, against, seconds, standing):
+    """Elsewhere a difference below 5 % says nothing, whatever its p."""
+
+    def record(name, seconds, day, gpu, against, **more):
+        about = {"date": day, "against": against, "gpus": gpu and [gpu], **more}
+        return made_up(name, (1.20, 1.21, 1.22), around(seconds), **about)
+
+    first = record("first", 100, "2026-11-30", "C", None)
+    again = record("again", 98, "2026-12-01", "A", "first", files=first["files"])
+    new = record("new", seconds, day, gpu, against)
+    found = standings([first, again, new], SECONDS)
+    assert found["first"] == "record 1" and found["new"] == standing
 
 
-@pytest.mark.parametrize(("against", "day", "seconds", "standing"), RULE_6)
-def test_a_small_gain_counts_beside_a_rerun_only(against, day, seconds, standing):
-    """Under 5 % the record before must have run on that day too, and the new one must name that run."""
+def test_gpus_of_an_entry(repo, folders, tmp_path):
+    """Their UUIDs are in record.json and README.md; seconds of another GPU have a difference and no test."""
+    baselines = tmp_path / "baselines"
+    runs = copies(repo, tmp_path, 0, 1, 2)
+    script, old = runs[0] / "train_small.py", (runs[0] / "train_small.py").read_bytes()
 
-    def record(name, seconds, day, against, script):
-        about = {"name": name, "date": day, "against": against, "script": "train_small.py", "args": None, "flags": []}
-        runs = made_up((1.20, 1.21, 1.22), (seconds, seconds + 0.1, seconds + 0.2))
-        return {**runs, **about, "files": {"train_small.py": script}}
+    def on(name, gpu, *baseline):
+        """An entry of the runs on one GPU; its script and losses are those of nobody else."""
+        for seed, run_dir in enumerate(runs):
+            (run_dir / "train_small.py").write_bytes(old + f"# {name}\n".encode())
+            digest = files.sha256(script)
+            machine = {"device": "NVIDIA H200", "gpu_uuid": gpu, "script_sha256": digest}
+            edit(run_dir / "config.json", lambda c, machine=machine: c["machine"].update(machine))
+            swap(run_dir / "log.jsonl", r'"loss": [\d.]+', f'"loss": {9 + seed}.{len(name)}')
+        argv = [*runs, "--track", "small", "--slug", name, "--out", baselines, *baseline]
+        run(add, *argv)
+        return baselines / f"2026-11-22_{name}"
 
-    first = record("first", 100, "2026-11-30", "", "sha256 of the script")
-    again = record("again", 98, "2026-12-01", "first", "sha256 of the script")
-    new = record("new", seconds, day, against, "sha256 of another")
-    track = {"ranked_by": "train_seconds", "target_bpb": 1.3, "max_epochs": 1}
-    found = {record["name"]: text for record, text in leaderboard.rank([first, again, new], track)}
-    assert found == {"first": "record 1", "again": "no record, a rerun", "new": standing}
+    first = on("first", "GPU-1")
+    record = entry.read_record(on("second", "GPU-1", "--baseline", first))
+    assert record["gpus"] == ["GPU-1"] and record["comparison"]["train_seconds"]["p"] == 1
+    folder = on("other-gpu", "GPU-2", "--baseline", first)
+    assert entry.read_record(folder)["comparison"]["train_seconds"]["p"] is None
+    readme = (folder / "README.md").read_text()
+    assert "- training seconds: +0.00 (no test: other GPU or session)" in readme and "- GPU: GPU-2" in readme
+    assert rules.problems(folder) == []
+    said = run(compare, *baselines.iterdir(), "--baseline", "*first")
+    assert "+0.00 (no test: other GPU or session)" in said and "p = 1" in said
+
+
+# ==== flags
+
+
+def test_flags_of_both_kinds_say_the_same():
+    """--set with a field of the Config, as scripts took it up to 2026-11-27, and a flag of that name."""
+    old = """# the recipe isn't new
+        --tokens 9 --set ahead=(1.0,0.5) --set "long_layers=(3, 7)" --set stages=((0.5,4,1.0),(0.5,8,1.4))  # and so on
+        --set tied=True --set fp8=False --set no_attention_layers=() --set fewest_packs=2 --set=mix_width=96"""
+    new = """--tokens=9 --mtp-weights 1,0.5 --long-layers 3,7 --stages (0.5,4,1),(0.5,8,1.4)
+        --tied --no-fp8 --no-attention-layers "" --min-packs 2 --mudd-width=96"""
+    found = flags.parse_settings(flags.parse_args_file(new))
+    assert found == flags.parse_settings(flags.parse_args_file(old))
+    assert found["stages"] == [0.5, 4, 1, 0.5, 8, 1.4] and found["fp8"] == ["False"]
+    assert found["tokens"] == [9] and found["no_attention_layers"] == [] and len(found) == 9
+    assert flags.parse_settings(["--tied", "--log-every", "3"]) == {"tied": ["True"], "log_every": [3]}
+
+
+def test_renamed_fields_have_one_shape():
+    """A track asks for fields by their names of its day; an entry of today has the names of today."""
+    track = {"dataset": "d", "script": "small", "hardware": {"device": "T4", "num_devices": 1}}
+    track["config"] = {"mix_width": 0, "width": 64}
+    known = {"datasets": {"d": {"fingerprint": "f"}}, "tracks": {"t": track}}
+    record = {"dataset": {"fingerprint": "f"}, "track": "small", "hardware": track["hardware"]}
+    for config, on in (({"mudd_width": 0, "width": 64}, ["t"]), ({"mix_width": 0, "width": 64}, ["t"]),
+                       ({"mudd_width": 96, "width": 64}, []), (None, [])):  # fmt: skip
+        assert tracks.tracks_of({**record, "config": config}, known) == on
+
+
+def test_diff():
+    """Every difference with its place; a float may differ in its last digits, a bool is no number."""
+    expected = {"a": [1, {"b": 0.1}], "c": True, "d": None}
+    assert files.diff(expected, {"a": [1, {"b": 0.1 + 1e-12}], "c": True, "d": None}) == []
+    found = files.diff(expected, {"a": [2, {"b": 0.2}], "c": 1, "e": 5})
+    assert found == [(".a[0]", 1, 2), (".a[1].b", 0.1, 0.2), (".c", True, 1), (".d", None, "missing"),
+                     (".e", "missing", 5)]  # fmt: skip
+    assert files.mismatches(1, 2, "x", "it must be") == ["x is 2, it must be 1"]
 
 
 def test_sections():
     """Every line of the script is in one section."""
-    text = (ROOT / "train_small.py").read_text(encoding="utf-8")
-    parts = entry.sections(text)
-    assert sum(len(part) for part in parts.values()) == text.count("\n")
+    script = (ROOT / "train_small.py").read_text(encoding="utf-8")
+    parts = text.script_sections(script)
+    assert sum(len(part) for part in parts.values()) == script.count("\n")
     assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
     assert "class Config:" in parts["config"] and "class GPT(nn.Module):" in parts["model"]
 
@@ -819,16 +972,16 @@ def test_nanochat_log(repo, folders, tmp_path):
     path = tmp_path / "d12.log"
     path.write_text(nanochat_log())
     _, row = compare.nanochat_row(path, path.read_text())
-    metrics = row.runs[0]
-    assert (metrics["val_bpb"], metrics["core"], metrics["peak_memory_gib"]) == (1.0, 0.1234, 50)
-    assert metrics["tokens"] == 20 * 524288
-    assert metrics["train_seconds"] == pytest.approx(9 * 0.25)  # steps 11 to 19
-    assert metrics["tokens_per_second"] == pytest.approx(524288 / 0.25)
-    assert metrics["mfu"] == pytest.approx((5 * 0.40 + 4 * 0.44) / 9)
+    stated = row.runs[0]
+    assert (stated["val_bpb"], stated["core"], stated["peak_memory_gib"]) == (1.0, 0.1234, 50)
+    assert stated["tokens"] == 20 * 524288
+    assert stated["train_seconds"] == pytest.approx(9 * 0.25)  # steps 11 to 19
+    assert stated["tokens_per_second"] == pytest.approx(524288 / 0.25)
+    assert stated["mfu"] == pytest.approx((5 * 0.40 + 4 * 0.44) / 9)
     assert (row.device, row.num_devices) == ("NVIDIA H100 80GB HBM3", 8)
     assert [p[0] for p in row.curves[0]] == [0, 10 * 524288, 20 * 524288] and row.curves[0][-1][3] == 1.0
-    text = run(compare, folders[0], path, "--against", "*base")
-    assert "not compared: on another dataset" in text and "not compared: other hardware" in text
-    assert "8 x NVIDIA H100" in text
+    said = run(compare, folders[0], path, "--baseline", "*base")
+    assert "not compared: on another dataset" in said and "not compared: other hardware" in said
+    assert "8 x NVIDIA H100" in said
     path.write_text(nanochat_log().replace("Step 00020 | Validation", "Step 00019 | Validation"))
     assert "did not finish" in refused(compare, path)

@@ -1,4 +1,4 @@
-"""Pictures of bits per byte: of any rows for compare.py --plot, and of today's entries beside the leaderboard."""
+"""Plots of bits per byte: any rows for compare.py --plot, today's entries for the leaderboard."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,13 +6,14 @@ from statistics import fmean
 
 import entry
 import numpy as np
+from metrics import split_log
 
-COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}  # the same in all pictures
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed only. A point of a curve is (tokens, seconds, training bpb, val bpb) or None."""
+    """Runs that differ in their seed only. Points of curves are (tokens, seconds, bpb, val bpb)."""
 
     name: str
     device: str
@@ -20,32 +21,37 @@ class Row:
     data: str  # bits per byte of rows with the same text here may be compared
     runs: list[dict]  # metrics, None where a log does not state them
     curves: list[list[tuple]]
+    session: tuple | None = None  # entry.session(): rows with the same one may compare their seconds
 
     def values(self, key: str) -> list[float]:
+        """A metric of each run; empty if one of them does not state it."""
         values = [run[key] for run in self.runs]
         return [] if None in values else values
 
     def mean(self, key: str) -> float | None:
+        """The mean of a metric; None if a run does not state it."""
         values = self.values(key)
         return fmean(values) if values else None
 
 
 def points(log: list[dict]) -> list[tuple]:
-    train, val = entry.split(log)
-    bpb = {e["step"]: e["val_bpb"] for e in val}
-    return [(e["tokens"], e["train_seconds"], e["bpb"], bpb.get(e["step"])) for e in train]
+    """The curve of a run, see Row."""
+    train, val = split_log(log)
+    bpb = {line["step"]: line["val_bpb"] for line in val}
+    return [(line["tokens"], line["train_seconds"], line["bpb"], bpb.get(line["step"])) for line in train]
 
 
 def record_row(folder: Path) -> Row:
+    """The row of an entry."""
     record = entry.read_record(folder)
     hardware = record["hardware"]
     curves = [points(log) for log in entry.read_logs(folder, record)]
     about = hardware["device"], hardware["num_devices"], record["dataset"]["fingerprint"]
-    return Row(folder.name, *about, record["runs"], curves)
+    return Row(folder.name, *about, record["runs"], curves, entry.session_of(record))
 
 
 def new_figure(columns: int, size: tuple[float, float]) -> tuple:
-    """(figure, its panels side by side); not known to pyplot, so that nothing needs to be closed."""
+    """(figure, its panels side by side), without pyplot, so that nothing needs to be closed."""
     from matplotlib.figure import Figure
 
     figure = Figure(size, layout="constrained")
@@ -53,7 +59,7 @@ def new_figure(columns: int, size: tuple[float, float]) -> tuple:
 
 
 def draw_rows(rows: list[Row], path: Path) -> None:
-    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots."""
+    """Bits per byte over tokens and over seconds: training as thin lines, validation as dots."""
     from matplotlib.ticker import EngFormatter
 
     figure, panels = new_figure(2, (12, 4.8))
@@ -85,7 +91,7 @@ def draw_rows(rows: list[Row], path: Path) -> None:
 
 
 def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> None:
-    """Validation over training seconds: the mean of the seeds, and a band from the lowest to the highest.
+    """Validation over training seconds: the mean of the seeds in a band from lowest to highest.
 
     Args: panels {title: (rows, runs without logs, drawn as crosses)}; each has text of its own
     """
@@ -95,24 +101,28 @@ def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> N
         for row in rows:
             # By tokens, as seeds may be validated at different steps, or only at the end.
             validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
-            validated = [found for found in validated if len(found) > 1] or validated
+            validated = [run for run in validated if len(run) > 1] or validated
             tokens = sorted(set.intersection(*map(set, validated)))
-            seconds, bpb = (np.array([[found[n][x] for n in tokens] for found in validated]) for x in (1, 3))
+            seconds = np.array([[run[n][1] for n in tokens] for run in validated])
+            bpb = np.array([[run[n][3] for n in tokens] for run in validated])
             color = COLORS.get(row.name, "0.3")
             axes.plot(seconds.mean(0), bpb.mean(0), color=color, lw=2)
             axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=color, alpha=0.3, lw=0)
-            x, y, last = row.mean("train_seconds"), row.mean("val_bpb"), row.values("val_bpb")
+            x = row.mean("train_seconds")
+            last = row.values("val_bpb")
             axes.vlines(x, min(last), max(last), color=color, alpha=0.3, lw=5)
-            ends.append((x, y, row.name, row.device, "o"))
+            ends.append((x, row.mean("val_bpb"), row.name, row.device, "o"))
         for x, y, name, device, marker in ends:
             color = COLORS.get(name, "0.3")
             axes.plot(x, y, marker, color=color, ms=9)
             text = f"{name}\n{y:.4f} in {x:.1f} s, {device.removeprefix('NVIDIA ').split()[0]}"
             behind = {"color": "white", "alpha": 0.7, "pad": 1}
             axes.annotate(text, (x, y), (9, 0), textcoords="offset points", va="center", color=color, bbox=behind)
-        axes.set(xscale="log", xticks=(ticks := (5, 10, 20, 50, 100, 200, 500)), xticklabels=ticks)
+        ticks = (5, 10, 20, 50, 100, 200, 500)
+        axes.set(xscale="log", xticks=ticks, xticklabels=ticks)
         axes.minorticks_off()
-        x, y = ([end[i] for end in ends] for i in (0, 1))
+        x = [end[0] for end in ends]
+        y = [end[1] for end in ends]
         margin = 0.2 * (max(y) - min(y)) or 0.01
         axes.set(xlim=(min(x) / 1.6, max(x) * 5), ylim=(min(y) - margin, max(y) + margin))
         axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
