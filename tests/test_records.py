@@ -406,7 +406,7 @@ REFUSALS = [
     # A copy with another seed in its config.json.
     ("a_0 a_0", config(lambda c: c["config"].update(seed=1)), "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz"),
     ("a_0 a_1", config(overridden), "--adam-lr 0.001, run_0.json states @tiny.args"),
-    ("a_0", config(overridden), "--adam-lr in --adam-lr 0.001 overrides the recipe, which voids record status"),
+    ("a_0", config(overridden), "--adam-lr 0.001 overrides the recipe, which voids record status"),
     ("a_0", config(lambda c: c["flags"].append("--no-fp8")), "--no-fp8 in --log-every 3"),
     ("a_0", config(lambda c: c["config"].update(adam_lr=1.0)), "config.adam_lr is 1.0, script and flags give 0.006"),
     ("a_0", config(lambda c: c.update(flags=c["flags"][1:])), "config.num_layers is 4, script and flags give 11"),

@@ -349,7 +349,7 @@ def test_flash_attention_3_by_name(monkeypatch):
     model = ts.GPT(config)
     attend = ts.choose_attention(model, lambda text: None)
     q, k, v = torch.randn(3, 8, config.num_heads, config.head_dim)
-    y = attend(model, torch.arange(8), torch.tensor([0, 8]), 8)(q, k, v, 1)
+    y = attend(model.windows, torch.arange(8), torch.tensor([0, 8]), 8)(q, k, v, 1)
     torch.testing.assert_close(y, q + v)
     window = (config.window_long, 0)
     assert asked == {"softmax_scale": 1.0, "causal": True, "window_size": window, "longest": (8, 8)}
@@ -409,7 +409,7 @@ def test_values_of_flags():
     (["--vocab-size", "70000"], ["70,000", "65,536"]),
     (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
     (["--long-layers", "3,-1"], ["layer -1 is named, but they are 0 to 10"]),
-    (["--no-attention-layers", "1"], ["a layer of value_embed_layers has no attention"]),
+    (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
     (["--no-attention-layers", "0", "--shared-input-from", "0"], ["shared_input_from is a layer"]),
     (["--dtype", "bf16"], ["--dtype bf16 is none of auto, bfloat16, float16, float32"]),
     (["--attention", "flash"], ["--attention flash is none of auto, "]),

@@ -202,15 +202,17 @@ def test_greedy_chat_equals_the_generator(chat_server):
     answer = chat_server.chat(model="chat", messages=talk, **QUIET)
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "chat"
     (choice,) = answer.choices
-    assert choice.message.content == text and choice.message.role == "assistant" and choice.finish_reason == "length"
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 24)
-    assert answer.usage.total_tokens == len(prompt) + 24
+    assert choice.message.content == text and choice.message.role == "assistant"
+    count = answer.usage.completion_tokens
+    reason = "length" if count == QUIET["max_tokens"] else "stop"  # the model's weights are random
+    assert choice.finish_reason == reason and answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.total_tokens == len(prompt) + count
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(chat_server.chat(model="chat", messages=talk, **QUIET, **options))
     assert {c.object for c in chunks} == {"chat.completion.chunk"} and len({c.id for c in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 10, "it comes in pieces"
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
-    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [reason]
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
 
 
