@@ -86,7 +86,7 @@ SOURCE = Path(__file__).read_bytes()
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
-os.environ.setdefault("USER", "unnamed")  # torch's compiler asks for it, and in some containers nobody knows
+os.environ.setdefault("USER", "unnamed")  # torch's compiler asks for it; some containers do not know
 
 # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
 helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
@@ -395,7 +395,7 @@ def stage_index(config: Config, step: int) -> int:
 def lr_multiplier(config: Config, step: int) -> float:
     """The stage's factor; over the last `cooldown` of the run it is blended linearly into lr_floor.
 
-    There is no warm-up. The rate jumps up where a stage with larger batches begins, even in the cool-down.
+    There is no warm-up. The rate jumps up where a stage begins, even in the cool-down.
     """
     mult = config.stage_table[stage_index(config, step)].lr_mult
     if not config.cooldown:
@@ -406,7 +406,7 @@ def lr_multiplier(config: Config, step: int) -> float:
 
 
 def muon_momentum(config: Config, step: int) -> float:
-    """Rises over the first steps, while gradients still change quickly, and falls over the last ones."""
+    """Rises over the first steps, while gradients change quickly, and falls over the last ones."""
     low, high, warm, cool = config.momentum
     warm = min(warm, config.num_steps // 3)
     cool = min(cool, config.num_steps // 10)
@@ -468,7 +468,7 @@ def train(job: Pretraining, args: argparse.Namespace) -> dict:
     describe_run(run)
     run.state = job.build(ranks, run.log.say)
 
-    # A new run starts from initial weights or from those of another run, a resumed one from its newest checkpoint.
+    # Initial weights, or those of another run; a resumed run starts from its newest checkpoint.
     has_learned = False
     if args.resume:
         resume(run)
@@ -546,7 +546,7 @@ class TrainState:
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
-    """One step of training; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
+    """One step; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
     config = state.config
     if state.model.loss_weights.numel() > 1:
         weights = torch.tensor(loss_weights(config, state.step))
@@ -594,7 +594,7 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     """
     indices, rows = look_up_ngrams(state.model, micro_batch)
     if state.dynamic_tokens:
-        # One compiled model serves all sizes at the same speed, and compiles faster than one for each.
+        # One compiled model serves all sizes as fast as one for each would, and compiles faster.
         for tensor in (*micro_batch.tensors(), *rows):
             torch._dynamo.mark_dynamic(tensor, 0)
     options = {"ngram_rows": rows} if rows else {}
@@ -611,7 +611,7 @@ def ngram_tables(model: nn.Module) -> list[Tensor]:
 
 
 def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-    """For each n-gram table, which row each token looks up, and these rows as leaves that get a gradient."""
+    """For each n-gram table, the row that each token looks up, and its content as a leaf of autograd."""
     tables = ngram_tables(model)
     if not tables:
         return [], []
@@ -677,7 +677,7 @@ def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tens
 
 def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, list[RowGradients]]:
     """micro_step, and then a graph of it for the next calls."""
-    # This micro-batch is computed by launching kernels one by one, and the model compiled if it is not yet.
+    # This micro-batch runs kernel by kernel, which also compiles the model if it is not yet.
     result = micro_step(state, micro_batch, factor)
     params = list(state.model.parameters())
     grads = [param.grad for param in params]
@@ -697,7 +697,7 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
     static_grads = [param.grad for param in params]
     state.graphs[key] = Graph(cuda, inputs, static_grads, nats, table_gradients)
 
-    # .grad is now the graph's own tensors: they get the gradients that this micro-batch has computed.
+    # .grad is now the graph's own tensors, so copy this micro-batch's gradients into them.
     if is_first:
         for static, grad in zip(static_grads, grads, strict=True):
             if static is not None:
@@ -718,7 +718,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def scale_fp32(scalar: Tensor, x: Tensor) -> Tensor:
-    """A learned scalar, fp32 0-D, times x, in the dtype of x; eager torch would first round it to bf16."""
+    """A learned scalar (fp32, 0-D) times x, in the dtype of x; eager torch would round it first."""
     if torch.compiler.is_compiling():
         return scalar * x
     return (scalar.view(1) * x).to(x.dtype)
@@ -747,7 +747,7 @@ def rotary_table(config: Config) -> Tensor:
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of both halves of each head, (T, H, K); cos, sin (T, 1, K) by rotary_table()."""
+    """Rotary embedding of heads (T, H, K); cos, sin (T, 1, K) by rotary_table()."""
     # Swaps quarters. Unlike cat(), flip() keeps the compiled kernel free of branches.
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
@@ -795,7 +795,7 @@ class HeadGates(torch.autograd.Function):
 
 
 def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tensor:
-    """What attention returns, less tanh(strength) of its projection on the token's own value; strength fp32."""
+    """What attention returns, less tanh(strength) of its projection on the own value; strength fp32."""
     y = y_THK.float()
     v = v_THK.float()
     projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -803,10 +803,7 @@ def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tenso
 
 
 def pair_heads(x_THK: Tensor) -> Tensor:
-    """(T, H, K) -> (2 T, H / 2, K): a row with the first half of a token's heads, then one with the second half.
-
-    Attention over these rows gives the heads h and h + H / 2 one softmax over the keys of both.
-    """
+    """(T, H, K) -> (2 T, H / 2, K): each half of a token's heads is a row, with one softmax for both."""
     T, H, K = x_THK.shape
     return x_THK.reshape(2 * T, H // 2, K)
 
@@ -860,7 +857,7 @@ TRIGRAM_WIDTH = 128
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer. Parameters are listed in parameter_table; all others are buffers."""
+    """Decoder-only transformer. parameter_table lists the parameters; all others are buffers."""
 
     def __init__(self, config: Config, device="cpu", dtype=torch.float32):
         """Weights are set later, by init_weights() or load_state_dict(), and so is attention."""
@@ -922,7 +919,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """All initialisation in one table. Zero projections let each block start as the identity."""
+        """All initial weights. Zero projections let each block start as the identity."""
         c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
@@ -943,7 +940,7 @@ class GPT(nn.Module):
             self.value_embed.normal_(0, 0.01, generator=rng)
         if c.mudd_width:
             self.mix_in.uniform_(-bound, bound, generator=rng)
-            # The last layer wants the input in its values; from 0 some seeds find that late or never.
+            # The last layer wants the input in its values; some seeds find that late or never.
             self.mix_out[0] = 0.01
         if c.trigram_rows:
             self.trigram_proj.normal_(0, self.trigram_proj.size(1) ** -0.5, generator=rng)
@@ -1017,7 +1014,7 @@ class GPT(nn.Module):
         x = inputs.x0
         shared_input = None
         for layer, w in enumerate(weights):
-            # Before the last layer, each token mixes input and stream, for its values and its stream.
+            # Before the last layer, each token mixes input and stream (see mix).
             mixed = None
             if c.mudd_width and layer == c.num_layers - 1:
                 mixed, more = self.mix(x, inputs.x0)
@@ -1078,7 +1075,7 @@ class GPT(nn.Module):
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
 
-        # N-grams: hashed, and signed so that those that collide are nearly orthogonal (records 62, 83).
+        # N-grams: hashed, and signed so that collisions are nearly orthogonal (records 62, 83).
         ngram_TD = None
         if c.bigram_rows:
             hashes = self.hash_ngrams(tokens_T, previous_2T, positions_T)
@@ -1191,7 +1188,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        """The half of each key without position is the previous token's: what followed it? (record 49)"""
+        """The unrotated half of each key is the previous token's: what followed it? (record 49)"""
         K = k_THK.size(-1)
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
@@ -1329,7 +1326,7 @@ class PackLoader:
             self.ahead.append(self.thread.submit(self.batch, step))
 
     def batch(self, step: int) -> Batch:
-        """This rank's packs of a step. Every rank reads all packs, which costs less than communication."""
+        """This rank's packs of a step. Every rank reads all packs: cheaper than communication."""
         config = self.config
         stage = config.stage_table[stage_index(config, step)]
         own = stage.packs // self.ranks.world
@@ -1377,13 +1374,13 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
     for a, b, c in POLAR_EXPRESS:
         gram = sym_mm(x.mT if tall else x)
-        poly = sym_mm(gram, c, b, a)  # with a I in this smaller matrix, no a x is added to the product
+        poly = sym_mm(gram, c, b, a)  # a I is added here, in the smaller matrix, not a x below
         x = x @ poly if tall else poly @ x
     return x
 
 
 def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
-    """Nesterov momentum: moves the buffer (fp32) towards the gradient; returns a blend of the two in dtype."""
+    """Nesterov momentum: moves the fp32 buffer to the gradient; returns their blend in dtype."""
     grad = grad.float()
     buffer.lerp_(grad, 1 - momentum)
     return grad.lerp(buffer, momentum).to(dtype)
@@ -1406,7 +1403,7 @@ def adam_update(
     master, grad, exp_avg, exp_avg_sq, param,
     *, lr, beta1, beta2, correction1, correction2, eps, decay,
 ) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place, on tensors of equal shape; param as in step_cautiously."""
+    """One Adam step with cautious weight decay, in place; all of one shape, and fp32 but for grad and param."""
     grad = grad.float()
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.lerp_(grad.square(), 1 - beta2)
@@ -1419,7 +1416,7 @@ def adam_update(
 
 @functools.cache
 def compile_once(function: Callable) -> Callable:
-    """A function without gradients, compiled for all sizes; numbers become 0-D tensors: new ones recompile nothing."""
+    """A function without gradients, compiled once: sizes are dynamic, numbers become 0-D tensors."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -1478,11 +1475,11 @@ class Slot:
 
 
 class Pending(NamedTuple):
-    """A gradient or new weights, complete after wait(); with one process they are so from the start."""
+    """A gradient or new weights, complete after wait(); with one process, at once."""
 
     slot: Slot
     tensor: Tensor  # this rank's slice of the summed gradient, or the new weights of all ranks
-    index: Tensor | None = None  # of a sparse gradient: for each row of `tensor`, its row in the table
+    index: Tensor | None = None  # sparse: for each row of `tensor`, its row in the table
     works: Iterable = ()  # handles of collectives
     sent: tuple = ()  # what this rank sends, kept alive until they end
 
@@ -1512,15 +1509,15 @@ class Optimizer:
             R = policy.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
-        # Small parameters are not worth sharding. A step touches few rows of a sparse table, so every rank
-        # keeps and updates all of it.
+        # Small parameters are not worth sharding. A step touches few rows of a sparse table, so
+        # every rank updates all of it.
         sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
         per_rank = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
         return Slot(name, param, policy, shape, sharded, per_rank)
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Sums gradients over ranks, updates, gathers. If a gradient in fp16 overflowed, this step is skipped."""
+        """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
         if self.overflowed(slots):
             for slot in slots:
@@ -1537,7 +1534,7 @@ class Optimizer:
             own = self.update(gradient, lr_factor, momentum)
             gathers += self.start_gather(gradient.slot, own)
 
-        # 3. The next forward needs all weights. Those with padding were gathered beside their parameter.
+        # 3. The next forward needs all weights. Padded ones were gathered beside their parameter.
         for gathered in gathers:
             slot = gathered.slot
             gathered.wait()
@@ -1545,19 +1542,19 @@ class Optimizer:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
     def overflowed(self, slots: list[Slot]) -> bool:
-        """Whether a gradient in fp16 is not finite on some rank. Other dtypes have room, so nothing waits there."""
+        """Whether a gradient in fp16 is not finite on some rank; other dtypes have room."""
         grads = [slot.param.grad for slot in slots if slot.param.dtype == torch.float16]
         return bool(grads) and not self.all_finite([g._values() if g.is_sparse else g for g in grads])
 
     def own_param(self, slot: Slot) -> Tensor | None:
-        """Where an update writes this rank's part of the parameter; None if the master is the parameter itself."""
+        """This rank's part of the parameter, for an update to write; None if the master is the parameter."""
         if slot.aliased:
             return None
         # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
     def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
-        """Updates the master and the moments of a slot by its policy; returns own_param(), which it writes."""
+        """Updates master and moments of a slot by its policy; returns the own_param() that it wrote."""
         slot = gradient.slot
         policy = slot.policy
         slot.updates += 1
@@ -1603,7 +1600,7 @@ class Optimizer:
     # -- communication
 
     def start_sum(self, slot: Slot) -> Pending:
-        """Takes a parameter's gradient, sets .grad to None, and starts to sum the gradient over ranks."""
+        """Takes the gradient out of .grad and starts to sum it over ranks."""
         grad = slot.param.grad
         slot.param.grad = None
         if grad.is_sparse:
@@ -1621,7 +1618,7 @@ class Optimizer:
         return Pending(slot, own, works=(work,), sent=(grad,))
 
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
-        """Starts to gather the rows of a sparse gradient; in the same order on all ranks, which so add up the same."""
+        """Starts to gather the rows of a sparse gradient, in one order, so that all ranks add up the same."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
         own_index, own_rows = grad._indices()[0], grad._values()
         if self.ranks.world == 1:
@@ -1660,7 +1657,7 @@ class Optimizer:
             return part
         full = part.new_empty(slot.per_rank * self.ranks.world, *part.shape[1:])
         dist.all_gather_into_tensor(full, part.contiguous())
-        return full[: slot.shape[0]].cpu()  # the full tensors of all slots may not fit on the device
+        return full[: slot.shape[0]].cpu()  # all slots together may not fit on the device
 
     # -- state
 
@@ -1670,7 +1667,7 @@ class Optimizer:
         for slot in self.slots:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
-            # fp32 weights need no copy in fp32, nor do sparse tables in bf16, whose rows are rounded stochastically.
+            # fp32 needs no copy in fp32; nor do sparse tables in bf16, which are rounded stochastically.
             precise = (torch.float32, torch.bfloat16) if slot.policy.sparse else (torch.float32,)
             slot.aliased = weights.dtype in precise and not slot.sharded
             if slot.aliased:
@@ -1703,7 +1700,7 @@ class Optimizer:
         slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole master weights by parameter name, fp32 but for sparse tables in bf16. Every rank must call it."""
+        """Whole master weights, fp32 but for sparse tables in bf16. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self, averages: bool = True) -> dict[str, Tensor]:
@@ -1726,7 +1723,7 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 key = f"{slot.name}.{name}"
-                if name != "average" or key in state:  # averages are saved only after their first sample
+                if name != "average" or key in state:  # not saved before its first sample
                     moment.copy_(self.own_rows(slot, state[key].to(moment.device)))
 
     def is_finite(self) -> bool:
@@ -1735,7 +1732,7 @@ class Optimizer:
 
     def all_finite(self, tensors: list[Tensor]) -> bool:
         """Whether all numbers of these tensors are finite, on all ranks."""
-        # The largest size is inf or nan if any number is, and takes no temporary memory, unlike isfinite().
+        # The largest size is inf or nan if any number is; isfinite() would take temporary memory.
         largest = [torch.linalg.vector_norm(t, math.inf, dtype=torch.float32) for t in tensors]
         finite = torch.stack(largest).isfinite().all().float()
         if self.ranks.world > 1:
@@ -1744,7 +1741,7 @@ class Optimizer:
 
 
 def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:
-    """The optimizer of a model before its first step; by default all of parameter_table on one rank."""
+    """The optimizer of a model, by default with all of parameter_table on one rank."""
     ranks = ranks or Ranks(0, 1, next(model.parameters()).device)
     return Optimizer(model, config, ranks, table or parameter_table(config))
 
@@ -1753,13 +1750,13 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
 
 
 def is_sampled(config: Config, step: int) -> bool:
-    """Whether the averages include the weights after this step: every fourth near the end, and the last."""
+    """Whether averages include the weights of this step: near the end every fourth, and the last."""
     left = config.num_steps - step
     return left % 4 == 0 and left < config.average * config.num_steps
 
 
 def slot_norms(slot: Slot) -> Tensor:
-    """The norm of each matrix of NorMuon, fp32 (N, 1, 1), or of a whole table over all ranks, 0-D."""
+    """Norms of the matrices of NorMuon, fp32 (N, 1, 1); of another slot that of the whole, 0-D."""
     if slot.policy.optimizer == "normuon":
         return torch.linalg.vector_norm(slot.master, dim=(-2, -1), keepdim=True)
     square = torch.linalg.vector_norm(slot.master).square()
@@ -1780,7 +1777,7 @@ def sample_average(state: TrainState) -> None:
         return
     if not is_sampled(state.config, state.step - 4):
         state.averaged_steps = 0  # this is the first
-    # Counted, not computed from the step: a run that --resume makes longer or shorter may lack the first ones.
+    # Counted, as a run that --resume makes longer or shorter may lack the first ones.
     state.averaged_steps += 1
     averages = [slot.moments["average"] for slot in slots]
     torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.averaged_steps)
@@ -1870,7 +1867,7 @@ class ShardReader:
 
 
 def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple]:
-    """(sequence, counted), as for fill_pack, of held-out documents, from their BOS, cut at max_seq_len."""
+    """(sequence, counted), as for fill_pack, of held-out documents, cut at max_seq_len."""
     bos_id = dataset.tokenizer.bos_id
     for path in dataset.files("val"):
         tokens = dataset.read(path).astype(np.int32)
@@ -1881,7 +1878,7 @@ def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple]:
 
 
 def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(sequence, counted) of the documents with targets, up to val_tokens: the same for every run."""
+    """The documents with targets, up to val_tokens targets: the same for every run."""
     scored = []
     total = 0
     for sequence, counted in documents:
@@ -1912,7 +1909,7 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
 
 @torch.no_grad()
 def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ranks) -> float:
-    """Nats over targets that carry bytes, divided by ln 2 and by their bytes. token_bytes int (V,)"""
+    """Nats of the targets that have bytes, over ln 2 and their bytes. token_bytes int (V,)"""
     nats_sum = torch.zeros((), device=ranks.device)
     bytes_sum = torch.zeros((), device=ranks.device)
     share = share_of_rank(batch, micro_packs, ranks)
@@ -1930,7 +1927,7 @@ def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ran
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
-    """This rank's part, in whole micro-batches; the targets of packs that fill up the last ones are ignored."""
+    """This rank's part in whole micro-batches, filled up with packs whose targets are ignored."""
     count = len(batch.tokens)
     group = ranks.world * micro_packs
     share = math.ceil(count / group) * micro_packs
@@ -2017,7 +2014,7 @@ class Pretraining:
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises UserError if the run cannot begin; warns if text is read again and learned by heart."""
+        """Raises UserError if the run cannot begin; warns if text would be learned by heart."""
         config = self.config
         stages = config.stage_table
         for stage in stages:
@@ -2036,7 +2033,7 @@ class Pretraining:
             print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
-        """Model and optimizer with the weights of config.seed; everything is compiled before the clock starts."""
+        """Model and optimizer with the weights of config.seed, all compiled before the clock starts."""
         state = build_state(self.config, ranks, say)
         warm_up(state, say)
         if self.config.prefix_weight:  # the second target of each token
@@ -2163,7 +2160,7 @@ def resume(run: Run) -> None:
     if is_done and (run.state.averaged_steps or step > run.job.config.num_steps):
         run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
-    # The next --resume keeps the flags of this one. What the run reported at an earlier end is out of date.
+    # The next --resume keeps the flags of this one. What an earlier end reported is out of date.
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
@@ -2179,7 +2176,7 @@ def prepare_loop(run: Run) -> None:
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
     run.logged = dataclasses.replace(run.progress)
     gc.collect()
-    gc.freeze()  # else every few hundred steps a collection of what the compiler left makes one slow
+    gc.freeze()  # else a collection of what the compiler left slows down some steps
     run.ranks.sync()
 
 
@@ -2295,7 +2292,7 @@ def finish(run: Run) -> dict:
 
 
 def report(run: Run, result: dict) -> None:
-    """report.md, curve.png and samples, where runs/report.py lies beside this script or the tool that runs."""
+    """Writes report.md, curve.png and samples, if runs/report.py is there."""
     sys.path.append(str(Path(__file__).resolve().parent / "runs"))
     config = run.job.config
     live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
@@ -2308,7 +2305,7 @@ def report(run: Run, result: dict) -> None:
 
 
 class Stopper:
-    """Turns SIGTERM, Ctrl-C and the end of the terminal into a flag that the loop reads between steps."""
+    """Turns SIGTERM, Ctrl-C and the end of the terminal into a flag for the loop to read."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -2339,7 +2336,7 @@ class Stopper:
 
 
 def compiler_choices():
-    """What torch's compiler chooses differently here: how kernels sum rows, and which kernels are combined."""
+    """What torch's compiler chooses differently here: how to sum rows, which kernels to combine."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combination
 
@@ -2353,7 +2350,7 @@ def compiler_choices():
             return fits or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
     def small_kernels(scheduler) -> list[list]:
-        # A kernel that moves more than 16 MB gains nothing in a combination, and is not tuned there.
+        # A kernel that moves over 16 MB gains nothing in a combination, and is not tuned there.
         groups = Combination._default_group_nodes_for_combo_kernels(scheduler)
         return [[node for node in group if node.get_read_write_buffers_sizes() < 2**24] for group in groups]
 
@@ -2372,7 +2369,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         # Small kernels that do not depend on each other become one. Each keeps its own block sizes, since
         # kernels with common ones take much longer to compile.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
-        # The cache of compiled code knows this function by its name alone: clear it after a change there.
+        # The cache of compiled code knows this function by name only: clear it after a change there.
         torch._inductor.config.inductor_choices_class = compiler_choices
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
@@ -2390,7 +2387,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     return state
 
 
-# fp16 has no room for small gradients. No update depends on the size of gradients, so they are never scaled back.
+# fp16 has no room for small gradients. They are not scaled back, as no update depends on their size.
 LOSS_SCALE = 2.0**12
 
 
@@ -2421,7 +2418,7 @@ def reset_state(state: TrainState) -> None:
 
 
 def warm_up(state: TrainState, say: Callable) -> None:
-    """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
+    """Compiles and captures everything on dummy tokens of each stage, then resets the state."""
     begin = time.perf_counter()
     gc.disable()  # else it scans the compiler's graphs again and again
     for stage in state.config.stage_table:
@@ -2456,7 +2453,7 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Most packs in a micro-batch: they fit into memory, help speed and divide a rank's share of a step."""
+    """Most packs in a micro-batch that fit into memory, help speed and divide a share of a step."""
     limit = 8192
     if ranks.device.type == "cuda":
         limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
@@ -2592,7 +2589,7 @@ class Tokenizer:
         self.token_bytes[len(ranks) :] = 0
 
     def prefixes(self) -> list[int]:
-        """For each token the longest other one that its bytes begin with, or -1: a coarser target (record 88)."""
+        """For each token the longest other one that it begins with, or -1 (record 88)."""
         found = []
         for text in self.mergeable:
             shorter = (self.mergeable.get(text[:length]) for length in range(len(text) - 1, 0, -1))
@@ -2719,7 +2716,7 @@ def read_description(run_dir: Path) -> dict:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The Config of a run, from its config.json; fields that this script does not know are left out."""
+    """The Config of a run, from its config.json, without fields that this script does not know."""
     values = read_description(run_dir)["config"]
     known = {f.name for f in dataclasses.fields(Config)}
     return Config(**{name: as_tuple(value) for name, value in values.items() if name in known})
@@ -2772,7 +2769,7 @@ class Log:
             self.wandb.log(numbers, step=entry["step"])
 
     def rewind(self, step: int) -> None:
-        """Drops entries after a step, which a resumed run writes anew, and a line that was cut off."""
+        """Drops entries after a step, as a resumed run writes them anew, and damaged lines."""
         if not self.active or not self.path.is_file():
             return
         kept = []
@@ -2854,7 +2851,7 @@ def read_state(folder: Path) -> dict:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes a safetensors file and hashes it at the same time, piece by piece; returns its sha256."""
+    """Writes a safetensors file, hashes it meanwhile, piece by piece, and returns its sha256."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -2897,7 +2894,7 @@ SAFETENSORS_NAMES = {
 
 
 def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
-    """Removes all up to a step but the newest `keep` checkpoints and the one with the lowest val_bpb."""
+    """Keeps the newest `keep` checkpoints up to a step and the one with the lowest val_bpb."""
     # resume() has skipped those of later steps.
     folders = [folder for folder in checkpoints(run_dir) if int(folder.name[5:]) <= step]
     scores = dict.fromkeys(folders, math.inf)
@@ -2911,7 +2908,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
 
 
 def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
-    """Returns state.json; raises UserError if it or one of the named files is not what was saved."""
+    """Returns state.json; raises UserError if it or a named file is not what was saved."""
     try:
         saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
@@ -3065,7 +3062,7 @@ def given_fields(args: argparse.Namespace) -> dict:
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
-    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Config)} if base else {}
+    values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
     try:
         config = Config(**values) if args.steps is None else config_of_steps(args.steps, values)
@@ -3077,7 +3074,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     return config
 
 
-# What --resume may change: where a run ends, what it reports, and how the same numbers are computed.
+# What --resume may change: where a run ends, what it reports, and how it is executed.
 FREE_ON_RESUME = (
     "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
     "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
@@ -3203,7 +3200,7 @@ def triton_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), not measured here, so only if asked for."""
+    """FlashAttention 3 from the Hugging Face hub (Hopper), not measured here, so only on request."""
     try:
         from kernels import get_kernel
 
@@ -3289,7 +3286,7 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum. In place, as memory limits a CPU.
+    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory.
     if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
@@ -3333,7 +3330,7 @@ def to_bf16(x):
 
 @jit
 def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
-    """Of columns j: h = tanh((x + b) / 2c), so that s (1 - s) = (1 - h^2) / 4, and e = exp(z - a)."""
+    """Of columns j: h = tanh((x + b) / 2c), so s (1 - s) = (1 - h^2) / 4, and e = exp(z - a)."""
     x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
     h = fast_tanh(x * (0.5 / c) + b * (0.5 / c), FAST)
     slope = a * 0.7213475204444817  # log2(e) / 2
@@ -3393,7 +3390,7 @@ def softcap_ce_kernel(
             g = g * tl.load(token_weight + t)
         v = v.to(tl.float32) * (g * W / total)
         tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
-        # Equal targets share a column. The barrier (bar.sync) orders these stores behind those above.
+        # Equal targets share a column. The barrier (bar.sync) puts these stores after those above.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
         g_t = g * v_t * (W * e_t / total - w)
         tl.debug_barrier()
@@ -3461,7 +3458,7 @@ def has_fp8_products(x: Tensor) -> bool:
 
 
 def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
-    """The products of training in fp8, some of head, qkv, o and MLP, for weights such as this one."""
+    """Which of the products head, qkv, o and MLP training does in fp8, for weights like this one."""
     c = config
     if not has_fp8_products(weight) or c.width % 16:
         return ()
@@ -3498,7 +3495,7 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """A copy of x (N, K) and its scale, fp32 0-D: the largest norm of a row over the dtype's maximum."""
+    """x (N, K) in fp8 and its scale, fp32 0-D: the largest norm of a row / the dtype's maximum."""
     scale = largest_row_norm(x) / torch.finfo(dtype).max
     return cast8(x, 1 / scale, dtype), scale
 
@@ -3553,7 +3550,7 @@ class Linear8(torch.autograd.Function):
 
 
 def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
-    """F.linear(x, w), (T, N) in the dtype of x; with w8 in fp8. Gradients have the dtypes of x and w."""
+    """F.linear(x, w), (T, N) in the dtype of x; with w8 in fp8."""
     return F.linear(x_TK, w_NK) if w8 is None else Linear8.apply(x_TK, w_NK, *w8)
 
 
@@ -3576,7 +3573,7 @@ def linear_ce(
     targets: Tensor, term_weights: Tensor, token_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, nats, dx, dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
+    """Loss, nats, dx, dw of linear_cross_entropy by chunks of tokens; in fp8 x and w have scales."""
     cap = Softcap(*cap) if cap else None  # operators take no named tuples
     T = len(x)
     fp8 = x_scale is not None
@@ -3871,7 +3868,7 @@ def linear_relu2_kernel(
     factor, M, N, K,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """linear_relu2 on descriptors of a (M, K), b (N, K), aux (its post) and out (M, N), and out_T (N, M)."""
+    """linear_relu2 on descriptors of a (M, K), b (N, K), aux (post), out (M, N), out_T (N, M)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     # Flattened, a tile's loads begin before the last one is stored; with aux this needs too much
@@ -3978,7 +3975,7 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 @jit
 def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
-    """Rows of one head, `stride` numbers apart. SWAP, a power of two: neighbours of that size swap."""
+    """Rows of one head, `stride` numbers apart. SWAP, a power of two: blocks of that size swap."""
     column = tl.arange(0, D)
     if SWAP:  # the hints keep loads wide
         column = tl.max_contiguous(tl.multiple_of(column ^ SWAP, SWAP), SWAP)
@@ -3998,7 +3995,7 @@ def attention_forward_kernel(
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A block of BM queries and a head a program; q, k, v, o (T, H, D), strides sq to so, lse (H, T)."""
+    """BM queries of a head a program; q, k, v, o (T, H, D) with strides sq to so, lse (H, T)."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -4112,7 +4109,7 @@ def window_attention_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) ->
 def window_attention_grad(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous (T, H, K), from that of o and what the forward returned."""
+    """Gradients of q, k and v, contiguous (T, H, K), from that of o, `do`."""
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
     do = do.contiguous()
@@ -4161,7 +4158,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
-    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised and rotated, q times a factor (fp32 0-D)."""
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised, rotated; q times q_factor, fp32 0-D."""
     q, k, v = qkv.unbind(1)
     q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
     return q, rotate(norm(k), cos_TK, sin_TK), v
@@ -4263,7 +4260,7 @@ def norm_rotate_grad_kernel(
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
         inverse_scale = 1.0
-        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64: at least `every`
+        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
         # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
