@@ -86,7 +86,7 @@ SOURCE = Path(__file__).read_bytes()
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
-os.environ.setdefault("USER", "unnamed")  # torch's compiler asks for it; some containers do not know
+os.environ.setdefault("USER", "unnamed")  # torch's compiler asks; some containers do not know
 
 # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
 helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
@@ -537,7 +537,7 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, above 1 only in fp16; no update depends on it
+    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; no update depends on it
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
@@ -611,7 +611,7 @@ def ngram_tables(model: nn.Module) -> list[Tensor]:
 
 
 def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-    """For each n-gram table, the row that each token looks up, and its content as a leaf of autograd."""
+    """For each n-gram table, which row each token looks up, and these rows as leaves."""
     tables = ngram_tables(model)
     if not tables:
         return [], []
@@ -637,8 +637,8 @@ def set_sparse_gradients(model: nn.Module, gradients: list[list[RowGradients]]) 
             table.grad = torch.sparse_coo_tensor(index[None], grad, table.shape)
 
 
-# -- CUDA graphs: one call launches all kernels of a small step, which one by one take longer to launch than
-# to run. A graph always reads and writes the same memory, so its inputs are copied there. The first
+# -- CUDA graphs: one call launches all kernels of a small step, which one by one take longer to launch
+# than to run. A graph always reads and writes the same memory, so its inputs are copied there. The first
 # micro-batch of a step needs a graph that writes gradients, later ones a graph that adds to them.
 
 
@@ -754,7 +754,7 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 
 class Softcap(NamedTuple):
-    """height * sigmoid((x + shift) / width): bounded logits, asymmetric because most are negative."""
+    """height * sigmoid((x + shift) / width): bounded logits, asymmetric as most are negative."""
 
     height: float
     shift: float
@@ -795,7 +795,7 @@ class HeadGates(torch.autograd.Function):
 
 
 def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tensor:
-    """What attention returns, less tanh(strength) of its projection on the own value; strength fp32."""
+    """y less tanh(strength) of its projection on the token's own value; strength fp32."""
     y = y_THK.float()
     v = v_THK.float()
     projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -803,7 +803,7 @@ def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tenso
 
 
 def pair_heads(x_THK: Tensor) -> Tensor:
-    """(T, H, K) -> (2 T, H / 2, K): each half of a token's heads is a row, with one softmax for both."""
+    """(T, H, K) -> (2 T, H / 2, K), two rows a token: heads h and h + H / 2 share a softmax."""
     T, H, K = x_THK.shape
     return x_THK.reshape(2 * T, H // 2, K)
 
@@ -829,7 +829,7 @@ def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
 class LayerWeights(NamedTuple):
     """The matrices of one layer as they are used; None for what a layer lacks.
 
-    Products in fp8 read copies, of names that end in 8; the matrices themselves receive the gradients.
+    Products in fp8 read copies, whose names end in 8; the matrices receive the gradients.
     """
 
     qkv: Tensor | None  # (3 D, D)
@@ -1354,9 +1354,9 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every large bank (of matrices) and table: fp32 master weights and moments. A step
-# reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with sparse
-# gradients is whole on every rank, in bf16 on most GPUs, and only rows that were looked up are exchanged.
+# Each rank owns a slice of every large bank and table: fp32 master weights and moments. A step
+# reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with
+# sparse gradients is whole on every rank, and only rows that were looked up are exchanged.
 
 # Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
 POLAR_EXPRESS = (
@@ -1387,7 +1387,7 @@ def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
 
 
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
-    """master -= lr * (factor * update + decay * master); decay only where the update shrinks the weight as well.
+    """master -= lr * (factor * update + decay * master); decay only where the update shrinks it too.
 
     Args: master fp32, update (N, R, C); factor of each neuron fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
@@ -1403,7 +1403,7 @@ def adam_update(
     master, grad, exp_avg, exp_avg_sq, param,
     *, lr, beta1, beta2, correction1, correction2, eps, decay,
 ) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place; all of one shape, and fp32 but for grad and param."""
+    """One Adam step with cautious weight decay, in place; all fp32 but for grad and param."""
     grad = grad.float()
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.lerp_(grad.square(), 1 - beta2)
@@ -1416,7 +1416,7 @@ def adam_update(
 
 @functools.cache
 def compile_once(function: Callable) -> Callable:
-    """A function without gradients, compiled once: sizes are dynamic, numbers become 0-D tensors."""
+    """A compiled function without gradients; no size or number makes it compile again."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -1434,7 +1434,7 @@ def normuon_update(
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
     Args: master, grad, momentum_buffer (N, R, C); second_moment (N, R, 1), or (N, 1, C) for wide
-          matrices; mult (N, 1, 1) factors on lr; param as in step_cautiously; dtype that of the orthogonalisation
+          matrices; mult (N, 1, 1) factors on lr; param as in step_cautiously; dtype for polar_express
     """
     blend = compile_once(blend_momentum) if compiled else blend_momentum
     step = compile_once(step_cautiously) if compiled else step_cautiously
@@ -1443,8 +1443,8 @@ def normuon_update(
     blended = blend(*flat, dtype, momentum=momentum)
     update = polar_express(blended.view(master.shape))
 
-    # Every neuron (a row of a tall matrix, a column of a wide one) moves by a similar amount: its update is divided
-    # by the root of its second moment. Then the update of each matrix gets back the norm that it had.
+    # The update of every neuron (a row of a tall matrix, a column of a wide one) is divided by the root
+    # of its second moment. Then the update of each matrix gets back the norm that it had.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
     second_moment.lerp_(squares / update.size(axis), 1 - beta2)
@@ -1547,14 +1547,14 @@ class Optimizer:
         return bool(grads) and not self.all_finite([g._values() if g.is_sparse else g for g in grads])
 
     def own_param(self, slot: Slot) -> Tensor | None:
-        """This rank's part of the parameter, for an update to write; None if the master is the parameter."""
+        """This rank's part of the parameter, to be written; None if the master is the parameter."""
         if slot.aliased:
             return None
         # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
     def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
-        """Updates master and moments of a slot by its policy; returns the own_param() that it wrote."""
+        """Updates master and moments by the slot's policy; returns the own_param() that it wrote."""
         slot = gradient.slot
         policy = slot.policy
         slot.updates += 1
@@ -1618,7 +1618,7 @@ class Optimizer:
         return Pending(slot, own, works=(work,), sent=(grad,))
 
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
-        """Starts to gather the rows of a sparse gradient, in one order, so that all ranks add up the same."""
+        """Starts to gather the rows of a sparse gradient, in the same order on all ranks."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
         own_index, own_rows = grad._indices()[0], grad._values()
         if self.ranks.world == 1:
@@ -1667,13 +1667,13 @@ class Optimizer:
         for slot in self.slots:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
-            # fp32 needs no copy in fp32; nor do sparse tables in bf16, which are rounded stochastically.
+            # fp32 needs no copy, nor do sparse tables in bf16, which are rounded stochastically.
             precise = (torch.float32, torch.bfloat16) if slot.policy.sparse else (torch.float32,)
             slot.aliased = weights.dtype in precise and not slot.sharded
             if slot.aliased:
                 slot.master = weights
             else:
-                slot.master = slot.moments = None  # old and new ones may not fit into memory together
+                slot.master = slot.moments = None  # old and new may not fit together
                 slot.master = self.own_rows(slot, weights).float()
             if slot.policy.optimizer == "normuon":
                 self.reset_normuon(slot)
@@ -1750,7 +1750,7 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
 
 
 def is_sampled(config: Config, step: int) -> bool:
-    """Whether averages include the weights of this step: near the end every fourth, and the last."""
+    """Whether averages include these weights: of every fourth step near the end, and the last."""
     left = config.num_steps - step
     return left % 4 == 0 and left < config.average * config.num_steps
 
@@ -2033,7 +2033,7 @@ class Pretraining:
             print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
-        """Model and optimizer with the weights of config.seed, all compiled before the clock starts."""
+        """Model and optimizer with the weights of config.seed, compiled before the clock starts."""
         state = build_state(self.config, ranks, say)
         warm_up(state, say)
         if self.config.prefix_weight:  # the second target of each token
@@ -2109,7 +2109,7 @@ def describe_run(run: Run) -> None:
 
 
 def describe_start(run: Run, earlier: dict) -> None:
-    """Writes config.json, the scripts that run and the tokenizer. Args: earlier config.json of the start before"""
+    """Writes config.json, over that of an earlier start, the scripts that run and the tokenizer."""
     job = run.job
     if not run.ranks.is_main:
         return
@@ -2343,8 +2343,8 @@ def compiler_choices():
     class Choices(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features, cooperative_reduction) -> bool:
-            # A program that holds a row reads it once. By itself the compiler reads rows twice where
-            # one operand has another shape, as gates have, or where a row has more than 1,024 numbers.
+            # A program that holds a row reads it once. The compiler would read rows twice where one
+            # operand has another shape, as gates have, or a row has more than 1,024 numbers.
             size = features.reduction_numel
             fits = size.is_number and size <= 2048 and features.get_reduction_hint().name in ("INNER", "DEFAULT")
             return fits or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
@@ -2369,7 +2369,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         # Small kernels that do not depend on each other become one. Each keeps its own block sizes, since
         # kernels with common ones take much longer to compile.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
-        # The cache of compiled code knows this function by name only: clear it after a change there.
+        # The cache of compiled code knows only the name of this function: clear it after a change.
         torch._inductor.config.inductor_choices_class = compiler_choices
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
@@ -2387,7 +2387,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     return state
 
 
-# fp16 has no room for small gradients. They are not scaled back, as no update depends on their size.
+# fp16 has no room for small gradients. No update depends on their size, so none scales back.
 LOSS_SCALE = 2.0**12
 
 
@@ -3200,7 +3200,7 @@ def triton_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), not measured here, so only on request."""
+    """FlashAttention 3 from the Hugging Face hub, for Hopper; not measured here."""
     try:
         from kernels import get_kernel
 
@@ -3256,7 +3256,7 @@ def use_triton(x: Tensor) -> bool:
     return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-# Operator names are global. A second copy of this file in a process (that of a run directory) has the next namespace.
+# Operator names are global; a second copy of this file in a process (of a run directory) needs others.
 copies = 0
 while hasattr(getattr(torch.ops, f"decoderstack{copies}"), "linear_ce"):
     copies += 1
@@ -3458,7 +3458,7 @@ def has_fp8_products(x: Tensor) -> bool:
 
 
 def fp8_products(config: Config, weight: Tensor) -> tuple[str, ...]:
-    """Which of the products head, qkv, o and MLP training does in fp8, for weights like this one."""
+    """Which of the products head, qkv, o and MLP are in fp8, for weights like this one."""
     c = config
     if not has_fp8_products(weight) or c.width % 16:
         return ()
@@ -3573,7 +3573,7 @@ def linear_ce(
     targets: Tensor, term_weights: Tensor, token_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, nats, dx, dw of linear_cross_entropy by chunks of tokens; in fp8 x and w have scales."""
+    """Loss, nats, dx, dw of linear_cross_entropy by chunks; in fp8 x and w have scales."""
     cap = Softcap(*cap) if cap else None  # operators take no named tuples
     T = len(x)
     fp8 = x_scale is not None
@@ -3657,7 +3657,7 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
     Returns: sum over t of token_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
-    The forward computes the gradients, a chunk of logits at a time; the backward only multiplies them.
+    The forward computes the gradients, a chunk at a time; the backward only multiplies them.
     """
     if term_weights is None:
         term_weights = torch.ones(len(targets), device=x.device)
@@ -3735,8 +3735,8 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
     return out
 
 
-# -- RMSProp for tables: one second moment for each row and no first one, so that rows without a gradient
-# need no update, which saves time over Adam
+# -- RMSProp for tables: one second moment for each row and no first one, so rows without a gradient need
+# no update, which saves time over Adam
 
 
 def update_rows_ref(master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay):
@@ -3811,9 +3811,9 @@ def update_rows_kernel(
         update = g / (tl.sqrt(square / correction) + eps)
         x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
         if master.dtype.element_ty == tl.bfloat16:
-            # Stochastic rounding: up or down with the probabilities that keep the mean (arXiv 2010.06192). The random
-            # bits are hashed, as in splitmix32, from the number and the row's second moment, which changes from step
-            # to step: every rank and resumed run rounds alike.
+            # Stochastic rounding: up or down so as to keep the mean (arXiv 2010.06192). The random bits are
+            # hashed, as in splitmix32, from the number and the row's second moment, which changes from
+            # step to step: every rank and resumed run rounds alike.
             bits = x.to(tl.uint32, bitcast=True)
             noise = bits ^ square.to(tl.uint32, bitcast=True)
             noise = (noise ^ (noise >> 16)) * 0x21F0AAAD
@@ -3839,8 +3839,7 @@ def update_rows(master, grad, second_moment, param, index=None, **numbers) -> No
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
 
-# -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the square is kept for the backward, which needs
-# its root, relu(x w^T).
+# -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the square is kept; the backward needs its root.
 
 
 def persistent_programs(tiles: int) -> int:
@@ -3921,9 +3920,9 @@ def empty_relu2(a, b, *rest):
 class MLP8(torch.autograd.Function):
     """mlp_relu2 with its six products in fp8.
 
-    |x w^T| <= |x| |w| bounds the activation, and in the same way the gradient before it. Rows of e4m3 operands
-    have norms of at most 448, so (x8 up8^T)^2 is at most 448^4, and 448^-3 brings that to 448. Those of e5m2 have
-    57344, so 2 (g8 down8^T) sqrt(post8) is at most 57344 if multiplied by 448^-1.5 / 2.
+    |x w^T| <= |x| |w| bounds what is cast. Rows in e4m3 have norms of at most 448, so (x8 up8^T)^2 is at
+    most 448^4, and a factor of 448^-3 makes it fit. Rows in e5m2 have at most 57344, and so has
+    2 (g8 down8^T) sqrt(post8) with a factor of 448^-1.5 / 2.
     """
 
     @staticmethod
@@ -4153,12 +4152,12 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
     return WindowAttention.apply(q_THK, k_THK, v_THK, bounds)
 
 
-# -- queries and keys: norm, scale and rotary embedding. In fp8 they join the epilogue of the product, so that
+# -- queries and keys: norm, scale and rotary embedding. In fp8 they join the epilogue of the product, so
 # q and k are written once and not read; a second kernel computes their gradient.
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
-    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised, rotated; q times q_factor, fp32 0-D."""
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised and rotated, q times q_factor."""
     q, k, v = qkv.unbind(1)
     q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
     return q, rotate(norm(k), cos_TK, sin_TK), v
@@ -4263,8 +4262,8 @@ def norm_rotate_grad_kernel(
         more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
-        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what exceeds more becomes
-        # the largest number, 57344) and fall below by 21.
+        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what is above that
+        # becomes 57344) and fall below by 21.
         scale = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
         tl.store(g_scale, scale, mask=tl.program_id(0) == 0)
         inverse_scale = 1.0 / scale
