@@ -139,22 +139,22 @@ class Config:
     mlp_width: int = 0  # hidden width of the MLP; 0: 4 x width
     swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
     vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
-    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one follows a BOS of its own
+    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one begins anew
     window_short: int = 512  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back it sees in long_layers
     no_attention_layers: tuple = ()  # layers that are an MLP alone
-    long_layers: tuple = ()  # layers with the long window; none: every fourth and the last, nanochat's SSSL
+    long_layers: tuple = ()  # layers with the long window; none: every fourth and the last (nanochat)
     key_offset: bool = True  # in long_layers half of each key comes from the previous token
-    value_embeds: bool = True  # an embedding of each token in the values of every other layer, the last included
-    shared_input_from: int = 99  # layer from which on all attention reads the same input (record 77); 99: off
+    value_embeds: bool = True  # an embedding of each token in v of every other layer and the last
+    shared_input_from: int = 99  # layer from which on attention reads one input (record 77); 99: off
     tied: bool = False  # one table for input and output: better up to about 100 M tokens
     bigram_rows: int = 0  # table of hashed token pairs; 0: off
-    trigram_ratio: float = 0.0  # rows of a narrower table of token triples, for each bigram row; 0: off
+    trigram_ratio: float = 0.0  # rows of a table of token triples for each bigram row; 0: off
     x0_injection: bool = True  # a share of the input in the stream of every layer
-    mudd_width: int = 128  # hidden width of the weights that mix the last layer's input (MUDDFormer); 0: off
-    # Layers whose heads h and h + H/2 share one softmax over the keys of both (modded-nanogpt PR 191).
+    mudd_width: int = 128  # hidden width of mix(), input of the last layer (MUDDFormer); 0: off
+    # Layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191).
     paired_layers: tuple = ()
-    # Layers where each head can take the token's own value out of what it returns (modded-nanogpt PR 264).
+    # Layers whose heads can take the token's own value out of their output (modded-nanogpt PR 264).
     exclusive_layers: tuple = ()
     gated_layers: tuple = ()  # layers with a gate on what each head returns
     gate_width: int = 12  # channels that gates read
@@ -166,7 +166,7 @@ class Config:
     fp8_head: bool = True  # product of the head in fp8, likewise
     fp8_o: bool = True  # product of attention's output in fp8
     recompute: bool = False  # layers run again in the backward: a third of the memory, without fp8
-    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens; several: multi-token prediction (record 53)
+    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens, as for multi-token prediction (record 53)
     mtp_until: float = 0.5  # fraction of the run over which all of them but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
@@ -175,14 +175,14 @@ class Config:
     init_o: float = 0.0  # attention's output, times init_qkv
     init_up: float = 0.4  # the MLP's first matrix; the second starts at 0
     # -- data
-    pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is a fixed number of packs
+    pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is several packs
     max_docs_per_pack: int = 64  # most documents in a pack; then the rest of it is padding
     tokens: int = 0  # length of the run; 0: tokens_per_weight x matmul_weights
     tokens_per_weight: float = 8.0  # nanochat's at this size; compute-optimal is about 10 there
     max_epochs: int = 1  # how often the text may be read
     val_tokens: int = 10_485_760  # tokens of validation text to score
     # -- stages
-    stages: tuple = ((1.0, 0, 1.0),)  # fraction of the run, packs (0: batch_rule) and lr_mult of each
+    stages: tuple = ((1.0, 0, 1.0),)  # fraction, packs (0: by batch_rule) and lr_mult of each
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.0  # 0: 0.0283 x rate_rule
     adam_lr: float = 0.0  # 0: 0.0064 x rate_rule
@@ -190,7 +190,7 @@ class Config:
     table_decay: float = 0.015  # the same for value and n-gram embeddings
     muon_beta2: float = 0.9  # decay of the second moment of NorMuon
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # momentum of NorMuon: from, to, warm-up steps, cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # of NorMuon: from, to, warm-up and cool-down steps
     cooldown: float = 0.65  # fraction of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
     average: float = 0.0  # fraction of the run, at its end, whose weights are averaged (PR 360)
@@ -205,7 +205,7 @@ class Config:
     attention: str = "auto"  # auto, triton, fa3 or sdpa
     dtype: str = "auto"  # auto, bfloat16, float16 or float32
     compile: bool = True  # torch.compile on a GPU: a slower start, faster steps
-    cuda_graphs: bool = True  # replay of compiled steps; without it kernels are launched one by one, which saves memory
+    cuda_graphs: bool = True  # replay of compiled steps; without it slower, but less memory
     wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
 
     def __post_init__(self):
@@ -515,7 +515,7 @@ def run_steps(run: Run) -> None:
             what_next = f"continue with `--resume --run-dir {run.run_dir}`"
             raise UserError(f"stopped by a signal at step {state.step}, saved; {what_next}")
         if eval_now or save_now:
-            progress.scores = None  # the next step changes the weights that they are of
+            progress.scores = None  # the next step changes the weights
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
 
@@ -820,12 +820,6 @@ class Stored(torch.autograd.Function):
         return g
 
 
-def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
-    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; not in fp8."""
-    gate, linear = (x_TD @ up.T).chunk(2, 1)
-    return (F.silu(gate) * linear) @ down_FD
-
-
 class LayerWeights(NamedTuple):
     """The matrices of one layer as they are used; None for what a layer lacks.
 
@@ -1045,7 +1039,8 @@ class GPT(nn.Module):
         if inputs.ngram is not None:
             x = x + scale_fp32(scalar["share_ngram"][layer], inputs.ngram)
         if c.swiglu:
-            y = mlp_swiglu(norm(x), w.up, w.down)
+            gate, linear = (norm(x) @ w.up.T).chunk(2, 1)
+            y = (F.silu(gate) * linear) @ w.down
         else:
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
@@ -2074,7 +2069,7 @@ class Progress:
     tokens: int = 0
     train_seconds: float = 0.0
     flops: float = 0.0
-    scores: dict | None = None  # if this very step was evaluated
+    scores: dict | None = None  # of the weights of this very step, if they were evaluated
 
 
 @dataclass
@@ -3040,6 +3035,7 @@ def build_parser() -> FlagParser:
 
 def field_notes() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
+    # Groups: a comment line above, the name of the field, a comment behind.
     source = SOURCE.decode().replace("\r\n", "\n")
     body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
     found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
@@ -3226,10 +3222,7 @@ ATTENTION = ("fa3", "triton", "sdpa")
 
 
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
-    """The backend that --attention names; by default our kernel where it fits, else SDPA.
-
-    Raises: UserError if the one that is asked for cannot run here
-    """
+    """The backend that --attention names; by default our kernel where it fits, else SDPA. Raises: UserError"""
     K = model.config.head_dim
     kernel_fits = use_triton(model.embed) and K >= 16 and K.bit_count() == 1
     name = model.config.attention
@@ -3614,7 +3607,7 @@ def linear_ce(
             torch.mm(g, w, out=dx[own])
             part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
-        logits = g = None  # before the next chunk needs the memory
+        logits = g = None  # frees memory for the next chunk
     total = losses.sum() if token_weight is None else losses @ token_weight
     return total, nats, dx, dw.to(dtype)
 

@@ -444,7 +444,7 @@ def run_steps(run: Run) -> None:
             what_next = f"continue with `--resume --run-dir {run.run_dir}`"
             raise UserError(f"stopped by a signal at step {state.step}, saved; {what_next}")
         if eval_now or save_now:
-            progress.scores = None  # the next step changes the weights that they are of
+            progress.scores = None  # the next step changes the weights
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
 
@@ -749,12 +749,6 @@ class Stored(torch.autograd.Function):
         return g
 
 
-def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor) -> Tensor:
-    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; not in fp8."""
-    gate, linear = (x_TD @ up.T).chunk(2, 1)
-    return (F.silu(gate) * linear) @ down_FD
-
-
 class LayerWeights(NamedTuple):
     """The matrices of one layer as they are used; None for what a layer lacks.
 
@@ -974,7 +968,8 @@ class GPT(nn.Module):
         if inputs.ngram is not None:
             x = x + scale_fp32(scalar["share_ngram"][layer], inputs.ngram)
         if c.swiglu:
-            y = mlp_swiglu(norm(x), w.up, w.down)
+            gate, linear = (norm(x) @ w.up.T).chunk(2, 1)
+            y = (F.silu(gate) * linear) @ w.down
         else:
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
@@ -2003,7 +1998,7 @@ class Progress:
     tokens: int = 0
     train_seconds: float = 0.0
     flops: float = 0.0
-    scores: dict | None = None  # if this very step was evaluated
+    scores: dict | None = None  # of the weights of this very step, if they were evaluated
 
 
 @dataclass
@@ -2958,6 +2953,7 @@ def build_parser() -> FlagParser:
 
 def field_notes() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
+    # Groups: a comment line above, the name of the field, a comment behind.
     source = SOURCE.decode().replace("\r\n", "\n")
     body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
     found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
@@ -3144,10 +3140,7 @@ ATTENTION = ("fa3", "triton", "sdpa")
 
 
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
-    """The backend that --attention names; by default our kernel where it fits, else SDPA.
-
-    Raises: UserError if the one that is asked for cannot run here
-    """
+    """The backend that --attention names; by default our kernel where it fits, else SDPA. Raises: UserError"""
     K = model.config.head_dim
     kernel_fits = use_triton(model.embed) and K >= 16 and K.bit_count() == 1
     name = model.config.attention
@@ -3532,7 +3525,7 @@ def linear_ce(
             torch.mm(g, w, out=dx[own])
             part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
-        logits = g = None  # before the next chunk needs the memory
+        logits = g = None  # frees memory for the next chunk
     total = losses.sum() if token_weight is None else losses @ token_weight
     return total, nats, dx, dw.to(dtype)
 
