@@ -94,6 +94,11 @@ class UserError(Exception):
     """Something the user can fix; printed as one sentence, without a traceback."""
 
 
+def require(condition, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
 # <<< shared: imports
 # ===============================================================================
 # 1. CONFIG -- every recipe number with its unit or reason
@@ -2555,8 +2560,7 @@ class Dataset:
         """The shards of a split, without the loss masks beside them."""
         pattern = rf"{folder}/{split}_\d+\.bin"
         names = sorted(name for name in self.info["files"] if re.fullmatch(pattern, name))
-        if not names:
-            raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; make them with data/{folder}.py")
+        require(names, f"{self.root}/{folder} has no {split}_*.bin shards; make them with data/{folder}.py")
         return [self.root / name for name in names]
 
     def total(self, split: str, key: str) -> int:
@@ -2829,8 +2833,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
-        if found != saved["files"][name]:
-            raise UserError(f"{folder / name} is damaged: its sha256 is not that in state.json")
+        require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
     return saved
 
 
@@ -2876,11 +2879,6 @@ def check_model(config: Config) -> None:
         require(c.num_heads % 2 == 0, f"paired_layers need an even number of heads, not {c.num_heads}")
     require(c.shared_input_from not in without, "shared_input_from is a layer without attention")
     require(c.shared_input_from >= 0, f"shared_input_from={c.shared_input_from} is no layer; 99 switches it off")
-
-
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
 
 
 def validate(config: Config) -> None:
