@@ -52,6 +52,7 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import bisect
 import contextlib
 import dataclasses
 import datetime
@@ -2016,12 +2017,12 @@ class Pretraining:
     def check(self, ranks: Ranks) -> None:
         """Raises UserError if the run cannot begin; warns if text would be learned by heart."""
         config = self.config
-        stages = config.stage_table
-        for stage in stages:
+        needed = 0
+        for index, stage in enumerate(config.stage_table):
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
             require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
-        packs = sum(stages[stage_index(config, step)].packs for step in range(config.num_steps))
-        needed = packs * config.pack_tokens
+            steps = first_step(config, index + 1) - first_step(config, index)
+            needed += steps * stage.packs * config.pack_tokens
         if needed > self.available:
             raise UserError(
                 f"{config.data} holds {self.available:,} training tokens, the run asks for {needed:,}; "
@@ -2064,6 +2065,12 @@ class Pretraining:
     def seconds_left(self, run: Run, entry: dict) -> float:
         """By tokens, as later steps may be larger. Args: entry of the log"""
         return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
+
+
+def first_step(config: Config, index: int) -> int:
+    """The step with which a stage begins; of the one behind the last, the number of steps."""
+    # A binary search, as somebody may ask for a billion steps.
+    return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
 
 
 @dataclass
