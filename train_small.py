@@ -835,7 +835,7 @@ class GPT(nn.Module):
         buffer("rotary", rotary_table(c))
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # prepare_loop fills them in
+        buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
