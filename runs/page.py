@@ -24,6 +24,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="server address [%(default)s]")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
     add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
+    add("--allow-host", metavar="NAME", action="append", default=[],
+        help="further name of this machine in the Host header, such as that of a proxy, repeatable")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -33,6 +35,10 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
+from lib.web_origin import foreign_host, foreign_origin
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
 
 SHOW_SECONDS = 0.05  # between two updates of an answer
 CALL_START = "<mark>`"  # around a call of the calculator
@@ -47,6 +53,24 @@ EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a
 HEAD = """<meta http-equiv="Content-Security-Policy"
     content="default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:">"""
 STYLE = Path(__file__).with_name("lib") / "page.css"
+
+
+class Guard:
+    """Keeps out other web pages, as the server does, and uploads: nothing here takes files."""
+
+    def __init__(self, app, hosts: set[str]):
+        self.app = app
+        self.hosts = hosts
+
+    async def __call__(self, scope, receive, send) -> None:
+        app = self.app
+        if scope["type"] != "lifespan":
+            headers = Headers(scope=scope)
+            if foreign_host(headers, self.hosts) or foreign_origin(headers):
+                app = PlainTextResponse("this page answers only itself; see --allow-host", 403)
+            elif "upload" in scope["path"]:
+                app = PlainTextResponse("this page takes no files", 403)
+        await app(scope, receive, send)
 
 
 def error_message(error: Exception) -> str:
@@ -221,10 +245,12 @@ def main() -> int:
         model = openai.OpenAI(**access).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**access), model.id)
+        hosts = {args.host.lower(), *map(str.lower, args.allow_host)}
+        guard = {"middleware": [Middleware(Guard, hosts=hosts)]}
         theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         _, url, _ = demo.launch(
-            server_name=args.host, server_port=args.port, theme=theme, css_paths=STYLE, head=HEAD, share=False,
-            ssr_mode=False, run_history=False, enable_monitoring=False, footer_links=[], quiet=True,
+            server_name=args.host, server_port=args.port, app_kwargs=guard, theme=theme, css_paths=STYLE, head=HEAD,
+            share=False, ssr_mode=False, run_history=False, enable_monitoring=False, footer_links=[], quiet=True,
             prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:

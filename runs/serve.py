@@ -34,7 +34,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -79,6 +78,7 @@ import uvicorn
 from lib.chat_format import is_chat_run
 from lib.command import RunError, error_message, first_line, print_note
 from lib.protocol import APIError, Protocol, Request, answers_to, shorten
+from lib.web_origin import foreign_host, foreign_origin
 from lib.worker import Worker
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -123,7 +123,7 @@ class Server(uvicorn.Server):
         self.compilers = ThreadPoolExecutor(COMPILERS)
 
         self.key = args.api_key
-        self.hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
+        self.hosts = {args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
         self.origins = [origin.rstrip("/") for origin in args.allow_origin]
         routes = self.routes()
         self.paths = {route.path for route in routes}  # that are counted by name
@@ -184,19 +184,14 @@ class Server(uvicorn.Server):
 
     def check(self, headers, path: str) -> APIError | None:
         """The refusal of a request with these headers, or None if it may pass."""
-        host = headers.get("host", "").lower()
-        origin = headers.get("origin")
-        try:
-            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-            if name not in self.hosts:
-                ipaddress.ip_address(name)  # a page that rebinds a name has that name here
-            known = origin is None or not {origin, "*"}.isdisjoint(self.origins)
-            if not known and urllib.parse.urlsplit(origin).netloc.lower() != host:
-                problem = f"requests from web pages of another origin are refused, found {shorten(origin)}"
-                return APIError(403, f"{problem}; start the server with --allow-origin URL to allow it")
-        except ValueError:
+        if foreign_host(headers, self.hosts):
+            host = headers.get("host", "").lower()
             problem = f"this server does not know {shorten(host)} of the Host header"
             return APIError(403, f"{problem}; start it with --allow-host NAME to allow it")
+        if foreign_origin(headers, tuple(self.origins)):
+            origin = headers.get("origin")
+            problem = f"requests from web pages of another origin are refused, found {shorten(origin)}"
+            return APIError(403, f"{problem}; start the server with --allow-origin URL to allow it")
         if self.key is None or path == "/health":
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -340,7 +335,8 @@ def main() -> int:
     if args.page:  # a process that prints its address once it is ready, and ends with this one
         url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         environment = {**os.environ, "OPENAI_API_KEY": args.api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
-        subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
+        hosts = [f"--allow-host={name}" for name in args.allow_host]
+        subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url, *hosts], env=environment)
     server.run(sockets=[listening])
     server.worker.join(10)
     return 0

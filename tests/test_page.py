@@ -48,6 +48,21 @@ def pages(chat_server, base_server):
         assert process.communicate(timeout=20) == ("", "")
 
 
+def test_other_web_pages_are_kept_out(pages):
+    """A name that is rebound to this machine, a form of another page, and files that nobody asked for."""
+    url = pages[0].rstrip("/")
+    port = urlsplit(url).port
+    for headers, status in [
+        ({}, 200), ({"Host": f"localhost:{port}"}, 200), ({"Origin": url}, 200), ({"Host": "192.168.1.5"}, 200),
+        ({"Host": "evil.example"}, 403), ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+    ]:  # fmt: skip
+        assert httpx2.get(f"{url}/config", headers=headers).status_code == status, headers
+    asked = {"data": ["hi", [], "", 0.8, 1, 0, 50, 4, ""]}
+    assert httpx2.post(f"{url}/gradio_api/call/answer", json=asked, headers={"Host": "evil.example"}).status_code == 403
+    assert httpx2.post(f"{url}/gradio_api/upload", files={"files": b"x" * 1000}).status_code == 403
+
+
 @pytest.fixture(scope="module")
 def chromium():
     api = pytest.importorskip("playwright.sync_api")
