@@ -16,7 +16,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from conftest import ROOT, logits, random_model, tiny_config, write_run
+from commands import write_run
+from tiny import ROOT, logits, random_model, tiny_config
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script

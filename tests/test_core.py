@@ -17,8 +17,9 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, MERGES, ROOT, TINY, WORDS, list_files, logits, random_model, sets, stops, write_dataset
+from commands import sets, stops
 from processes import python
+from tiny import ALONE, MERGES, ROOT, TINY, WORDS, list_files, logits, random_model, write_dataset
 
 sys.path.insert(0, str(ROOT / "runs"))
 import score_core

@@ -13,7 +13,7 @@ import pytest
 import tokenizer
 import zstandard
 
-from conftest import sentence
+from commands import sentence
 
 YAML = """icl_tasks:
 - label: copa

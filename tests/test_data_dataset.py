@@ -16,7 +16,7 @@ import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import sentence
+from commands import sentence
 
 TOKENS = np.arange(1, 5001, dtype=np.uint16)
 AA = "aa" * 32

@@ -10,9 +10,10 @@ import hub as data_hub
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY, sets, write_dataset
+from commands import sets
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
+from tiny import ROOT, TINY, write_dataset
 
 STEP = "checkpoints/step_000004"
 FILES = {"train_small.py", "config.json", "log.jsonl", "tokenizer.json", "report.md", "result.json", "curve.png",

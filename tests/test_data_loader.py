@@ -8,8 +8,8 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, FIELDS, list_files, loader_of, segments, tiny_config  # isort: skip
-from conftest import validation_of, write_dataset, write_shard  # isort: skip
+from tiny import ALONE, CPU, FIELDS, list_files, loader_of, segments, tiny_config  # isort: skip
+from tiny import validation_of, write_dataset, write_shard  # isort: skip
 
 
 def batches(dataset, config, ranks=ALONE, reader_state=None, first_step=0, most=10**9) -> list[ts.Batch]:

@@ -18,8 +18,8 @@ import pytest
 import sources
 import tokenizer
 
-from conftest import write_shard
 from processes import python
+from tiny import write_shard
 
 DATA = Path(__file__).parents[1] / "data"
 

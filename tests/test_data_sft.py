@@ -17,8 +17,9 @@ import tokenizer
 import train_small as ts
 from lib import chat_format
 
-from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
+from chats import chat, read_split, run_sft, write_jsonl
 from hub_stub import names_of, start_hub
+from tiny import MERGES, SPECIALS
 
 SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
 PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]

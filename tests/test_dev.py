@@ -6,8 +6,9 @@ import re
 import pytest
 from dev import bench
 
-from conftest import ROOT, TINY, TINY_MEDIUM, sets
+from commands import sets
 from processes import python
+from tiny import ROOT, TINY, TINY_MEDIUM
 
 FLAGS = sets(TINY)
 # 192: a width that tells the products of the MLP from others.

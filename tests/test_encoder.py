@@ -20,8 +20,10 @@ import train_encoder as te
 from lib.command import RunError
 from safetensors.torch import load_file
 
-from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
+from chats import write_jsonl
+from commands import call, stops
 from processes import python
+from tiny import ALONE, CPU, ROOT, ts
 
 TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
         "max_docs_per_pack": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip

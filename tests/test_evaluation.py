@@ -9,7 +9,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, pack, random_model, tiny_config, validation_of, write_tokenizer
+from tiny import ALONE, CPU, pack, random_model, tiny_config, validation_of, write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,10 @@ from lib.export_tokenizer import read_vocabulary
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, VARIED, export_run, frozen_code, portable_config, random_model, random_texts, write_run
+from commands import write_run
 from test_data_tokenizer import PUBLISHED
+from test_export import VARIED, export_run, random_texts
+from tiny import ROOT, frozen_code, portable_config, random_model
 
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from conftest import export_run, tiny_config, tiny_medium, write_run
+from commands import write_run
+from test_export import export_run
+from tiny import tiny_config, tiny_medium
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),

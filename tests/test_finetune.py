@@ -29,10 +29,10 @@ from lib import chat_format, checkpoint
 from lib import report as reports
 from safetensors.torch import load_file
 
-from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
-from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
-from conftest import sets, write_dataset, write_jsonl  # isort: skip
+from chats import chat, read_split, run_sft, write_jsonl
+from commands import entries, losses, saved, sets, snapshot, stops, tensors
 from processes import python
+from tiny import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, segments, write_dataset
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}

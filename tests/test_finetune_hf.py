@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROOT, entries
+from commands import entries
 from processes import free_port, python
+from tiny import ROOT
 
 pytest.importorskip("datasets")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub

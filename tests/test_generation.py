@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium, write_run
+from commands import write_run
 from test_model import CONFIGS
+from tiny import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium
 
 sys.path.insert(0, str(ROOT / "runs"))
 import engine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from tiny import ROOT
 
 # Runs in a process of its own; every event of interest is recorded by an audit hook, which cannot be circumvented.
 PROBE = """

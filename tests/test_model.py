@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import references
-from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from tiny import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 1.0)
 # Each technique: the config with it, the config without it. A new technique gets a line here, which adds it to the

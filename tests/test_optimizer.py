@@ -10,8 +10,8 @@ import torch
 import train_small as ts
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from conftest import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
 from test_model import CONFIGS
+from tiny import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
 
 def polar_by_svd(matrices):

@@ -7,7 +7,7 @@ import torch
 import train_small as ts
 
 import references
-from conftest import ROOT, portable_config
+from tiny import ROOT, portable_config
 
 sys.path.insert(0, str(ROOT / "records"))
 import entry

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, entries, sentence, sets, write_dataset
+from commands import entries, sentence, sets
 from processes import python
+from tiny import ROOT, TINY, write_dataset
 
 sys.path.insert(0, str(ROOT / "records"))
 import add

@@ -22,8 +22,10 @@ import torch
 import train_small as ts
 from lib import chat_format, chat_tasks
 
-from conftest import ROOT, TINY, call, chat, entries, run_sft, sets, write_jsonl
+from chats import chat, run_sft, write_jsonl
+from commands import call, entries, sets
 from processes import python
+from tiny import ROOT, TINY
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
         "window_long": 32}  # fmt: skip

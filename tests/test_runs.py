@@ -22,9 +22,9 @@ import train_medium as tm
 import train_small as ts
 import wandb
 
-from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
-from conftest import refused, saved, snapshot, stop_at, tensors, tiny_config, train_steps, val_bpb  # isort: skip
+from commands import entries, flags, losses, passes, refused, saved, snapshot, stop_at, tensors
 from processes import python
+from tiny import ALONE, ROOT, list_files, loader_of, logits, tiny_config, train_steps, val_bpb
 
 pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
 warm_up = ts.warm_up

@@ -26,7 +26,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import ROOT, logits, write_run
+from commands import write_run
+from tiny import ROOT, logits
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
