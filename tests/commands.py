@@ -53,6 +53,13 @@ def main(*argv) -> tuple[int, str, str]:
     return call(ts.main, *argv)
 
 
+def ran(main, *argv) -> dict:
+    """The result that a command prints last; it must end well."""
+    code, out, err = call(main, *argv)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
 def stops(main, *argv) -> str:
     """The one sentence that a command ends with; argparse writes its usage before."""
     code, _, err = call(main, *argv)

@@ -84,20 +84,6 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
-def test_an_interrupted_download_goes_on(hub, run_dir, tmp_path):
-    run_hub(hub, "upload-run", run_dir, "me/run")
-    out = tmp_path / "out"
-    hub.corrupt["log.jsonl"] = -1
-    error = run_hub(hub, "download-run", "me/run", "--out", out, "--trust", code=1)
-    good = dataset.sha256_file(run_dir / "log.jsonl")
-    assert f"log.jsonl of me/run is not what run.json lists (sha256 {good})" in error
-    assert (out / "config.json").exists() and not (out / "log.jsonl").exists() and not (out / "run.json").exists()
-    hub.corrupt.clear()
-    hub.break_after[f"{STEP}/model.safetensors"] = 1000
-    run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
-    assert ts.newest_whole(out, pytest.fail) == out / STEP and contents(out).keys() == FILES | {"run.json"}
-
-
 def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):
     """A damaged one is skipped; with no complete one nothing is sent."""
     (run_dir / STEP / "model.safetensors").write_bytes(b"damaged")

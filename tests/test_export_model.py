@@ -172,20 +172,6 @@ def test_too_long(exported):
     assert exported.model(too_long, attention_mask=mask).logits.shape == (1, 65, 900), "64 tokens and padding"
 
 
-def test_modules_have_their_usual_names(exported):
-    """PEFT looks for nn.Linear and for the embeddings."""
-    linear = [name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)]
-    expected = {"lm_head", *(f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down"))}
-    if exported.gpt.config.mudd_width:
-        expected |= {"in_proj", "out_proj"}
-    assert {name.rpartition(".")[2] for name in linear} == expected and len(linear) >= 21
-    assert exported.model.get_input_embeddings() is exported.model.model.embed_tokens
-    assert exported.model.get_output_embeddings() is exported.model.lm_head
-    assert exported.model.base_model is exported.model.model
-    is_tied = exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
-    assert is_tied == getattr(exported.gpt.config, "tied", True)
-
-
 def test_new_tokens(own_model, exported, tmp_path):
     """The tables of value embeddings grow too, and the old tokens' logits stay as they were."""
     own_model.resize_token_embeddings(904)
