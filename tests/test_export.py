@@ -16,7 +16,7 @@ from lib.export_tokenizer import convert_tokenizer, read_vocabulary
 from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
-from commands import write_run
+from commands import stops, write_run
 from tiny import ROOT
 
 VARIED = [
@@ -149,7 +149,7 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert "python runs/serve.py run\n" in card
 
 
-def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
+def test_user_errors(bpe, tmp_path, monkeypatch):
     """One sentence, exit code not 0, and nothing is left behind."""
     run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
@@ -159,15 +159,12 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
         (tmp_path / "none", new, (), "it does not exist"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
         (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
-        capsys.readouterr()
-        assert export.main([str(run), "--out", str(out), *flags]) == 1
-        error = capsys.readouterr().err
-        assert message in error and error.startswith("error: ") and error.count("\n") == 1
+        assert message in stops(export.main, run, "--out", out, *flags)
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"]
 
     def full_disk(*_):
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(export_files, "save_file", full_disk)
-    assert export.main([str(run_dir), "--out", str(new)]) == 1
-    assert f"No space left on device); make room, remove {new} and try again" in capsys.readouterr().err
+    error = stops(export.main, run_dir, "--out", new)
+    assert f"No space left on device); make room, remove {new} and try again" in error
