@@ -13,14 +13,14 @@ import sys
 import threading
 from argparse import Namespace
 
-import pytest
-import torch
-
-from conftest import ROOT, logits, random_model, tiny_config, write_run
-
-sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
+import pytest
+import sft
+import torch
 from engine import scheduler
+
+from commands import write_run
+from tiny import ROOT, logits, random_model, tiny_config
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -156,26 +156,20 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
 
 
 def test_tool_calls(make, tmp_path):
-    """The result is forced behind the call and shown; /save keeps the parts as data/sft.py takes them."""
+    """The result is shown behind the call, and /save keeps the parts as data/sft.py takes them."""
     base = make(max_tokens=60, temperature=1.0)
     backend, tok = base.backend, base.backend.tokenizer
     special = tok.specials
     plan = [*tok.encode("is "), special["<|python_start|>"], *tok.encode("3*4"), special["<|python_end|>"],
             *tok.encode(" so"), special["<|assistant_end|>"]]  # fmt: skip
-    forced = [special["<|output_start|>"], *tok.encode("12"), special["<|output_end|>"]]
     cut = plan.index(special["<|python_end|>"]) + 1
-    rest = iter([*plan[:cut], *[7] * len(forced), *plan[cut:]])  # what is sampled while the result is forced is lost
+    rest = iter([*plan[:cut], 7, 7, 7, 7, *plan[cut:]])  # what is sampled while the result is forced is lost
     backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     out, _ = say(base, "3*4?")
     assert out == "is [3*4 = 12] so\n"
-    assert base.messages[-1]["ids"] == [*plan[:cut], *forced, *plan[cut:-1]]
-    assert backend.decoder.prefix_cache.tokens[0][-len(plan) - len(forced) + 1 :] == base.messages[-1]["ids"]
     base.system = "Be exact."
     say(base, f"/save {tmp_path}/saved.jsonl")
     saved = json.loads((tmp_path / "saved.jsonl").read_text())
-    sys.path.insert(0, str(ROOT / "data"))
-    import sft
-
     parts = [("text", "is "), ("python", "3*4"), ("python_output", "12"), ("text", " so")]
     assert sft.check_messages(saved) == [("user", [("text", "Be exact.\n\n3*4?")]), ("assistant", parts)]
 

@@ -15,7 +15,8 @@ import zstandard
 from lib import chat_tasks, run_program
 from lib.choices import scorer
 
-from conftest import ALONE, logits, random_model, tiny_config, write_run
+from commands import write_run
+from tiny import ALONE, logits, random_model, tiny_config
 
 
 def words(rng, most) -> str:

@@ -48,7 +48,7 @@ SHAPES = {
 # Those that training data may have.
 TRAINED = (
     "a question", "several turns", "special tokens as text", "an empty system", "calls", "two systems", "developer",
-    "system before a later question",
+    "system before a later question", "text parts",
 )  # fmt: skip
 REFUSED = {
     "an empty question": conversation("u", " "),
@@ -103,7 +103,7 @@ def test_it_is_what_models_are_trained_on(name, bpe):
     tokenizer = ts.Tokenizer(bpe)
     answered = []
     for message in [*SHAPES[name], {"role": "assistant", "content": "yes"}]:
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and isinstance(message["content"], str):
             ids = chat_format.answer_ids(tokenizer, message["content"])
             message = message | {"content": chat_format.answer_content(tokenizer, ids)}
         answered.append(message)

@@ -9,20 +9,18 @@ import functools
 import json
 import random
 import shutil
-import sys
 from os.path import commonprefix  # of any lists
 
 import numpy as np
 import pytest
+import score_core
 import torch
 import train_small as ts
-
-from conftest import ALONE, MERGES, ROOT, TINY, WORDS, list_files, logits, random_model, sets, stops, write_dataset
-from processes import python
-
-sys.path.insert(0, str(ROOT / "runs"))
-import score_core
 from lib import choices
+
+from commands import ran, sets, stops
+from processes import python
+from tiny import ALONE, MERGES, TINY, WORDS, list_files, logits, random_model, write_dataset
 
 # label, kind, shots, baseline in percent, delimiter
 TABLE = [
@@ -305,19 +303,12 @@ def trained(data, tmp_path_factory):
     return run_dir
 
 
-def score(capsys, *argv) -> tuple[int, dict | str]:
-    """Exit code of the command, and its result or its error."""
-    code = score_core.main([str(word) for word in argv])
-    said = capsys.readouterr()
-    return code, json.loads(said.out.splitlines()[-1]) if code == 0 else said.err
-
-
-def test_command(data, trained, tmp_path, capsys):
+def test_command(data, trained, tmp_path):
     """core.csv, result.json and the last line agree with each other and with the definition of CORE."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     before = json.loads((run_dir / "result.json").read_text())
-    code, result = score(capsys, run_dir)
-    assert code == 0 and result["run_dir"] == str(run_dir)
+    result = ran(score_core.main, run_dir, *SMALL)
+    assert result["run_dir"] == str(run_dir)
     rows = list(csv.DictReader((run_dir / "core.csv").open()))
     assert len(rows) == 23 and rows[-1]["task"] == "CORE" and float(rows[-1]["centered"]) == result["core"]
     model = score_core.engine.load_run(run_dir, device="cpu").model
@@ -329,15 +320,14 @@ def test_command(data, trained, tmp_path, capsys):
     assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
     after = json.loads((run_dir / "result.json").read_text())
     assert after == {**before, "core": result["core"], "core_seconds": result["core_seconds"]}
-    assert score(capsys, run_dir, *SMALL)[1]["core"] == result["core"]
 
 
-def test_an_estimate_is_no_core(data, trained, tmp_path, capsys):
+def test_an_estimate_is_no_core(data, trained, tmp_path):
     """With --limit, core.csv and result.json stay as they are."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     before = (run_dir / "result.json").read_text()
-    code, result = score(capsys, run_dir, "--limit", 4, *SMALL)
-    assert code == 0 and "core" not in result and not (run_dir / "core.csv").exists()
+    result = ran(score_core.main, run_dir, "--limit", 4, *SMALL)
+    assert "core" not in result and not (run_dir / "core.csv").exists()
     assert (run_dir / "result.json").read_text() == before
     rows = list(csv.DictReader((run_dir / "core_limit_4.csv").open()))
     assert len(rows) == 23 and {row["examples"] for row in rows[:-1]} == {"4"} and rows[-1]["task"] != "CORE"
@@ -347,16 +337,16 @@ def test_an_estimate_is_no_core(data, trained, tmp_path, capsys):
     assert result["core_estimate"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
 
 
-def test_other_checkpoints_have_their_own_table(trained, tmp_path, capsys):
+def test_other_checkpoints_have_their_own_table(trained, tmp_path):
     """core.csv and result.json describe the finished model only."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     result = run_dir / "result.json"
     before = result.read_text()
-    assert score(capsys, run_dir, "--step", 2, *SMALL)[0] == 0
+    ran(score_core.main, run_dir, "--step", 2, *SMALL)
     assert (run_dir / "core_step_2.csv").is_file() and not (run_dir / "core.csv").exists()
     assert result.read_text() == before
     result.unlink()  # a run that was stopped
-    assert score(capsys, run_dir, "--limit", 1, *SMALL)[0] == 0
+    ran(score_core.main, run_dir, "--limit", 1, *SMALL)
     assert (run_dir / "core_step_4.csv").is_file() and not (run_dir / "core.csv").exists() and not result.exists()
 
 

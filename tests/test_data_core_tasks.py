@@ -13,7 +13,7 @@ import pytest
 import tokenizer
 import zstandard
 
-from conftest import sentence
+from commands import sentence
 
 YAML = """icl_tasks:
 - label: copa
@@ -119,7 +119,6 @@ BAD_ITEMS = [
     (b"{", "JSONDecodeError"),
     ({**CHOICE, "gold": 2}, "IndexError"),
     ({**CHOICE, "gold": "0"}, "TypeError"),
-    ({**CHOICE, "query": None}, "TypeError"),
     ({"query": "x"}, "KeyError('choices')"),
 ]
 
@@ -141,7 +140,6 @@ def test_bad_items_are_named(data, bundle, item, part):
     ("core.yaml", "a/copa.jsonl", "a/none", "eval_data/a/none of the bundle is missing"),
     ("core.yaml", "schema", "essay", "'essay'"),
     ("eval_meta_data.csv", "copa,50", "copa", "is damaged"),
-    ("eval_meta_data.csv", "Eval Task", "Task", "is damaged"),
 ])  # fmt: skip
 def test_bad_tables_are_named(data, bundle, name, old, new, part):
     path = bundle / name

@@ -16,10 +16,10 @@ import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import sentence
+from commands import sentence
 
 TOKENS = np.arange(1, 5001, dtype=np.uint16)
-AA = "aa" * 32
+AA, BB, CC = "aa" * 32, "bb" * 32, "cc" * 32
 SPECIAL = {"<|bos|>": 256, "<|end|>": 257}
 SHA = hashlib.sha256(b"a tokenizer").hexdigest()
 
@@ -100,9 +100,6 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, number, part):
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["x.bin"]
 
 
-AA, BB, CC = "aa" * 32, "bb" * 32, "cc" * 32
-
-
 def make_dataset(folder, **more):
     dataset.write_shard(folder / "pretrain/train_000000.bin", TOKENS)
     entry = {"tokens": 5000, "documents": 3, "text_bytes": 9, "bytes": 11024, "sha256": AA}
@@ -161,12 +158,9 @@ def test_datasets_of_earlier_versions_are_read(tmp_path):
 @pytest.mark.parametrize(("old", "new", "part"), [
     (f'"{AA}"', f'"{BB}"', "does not agree with itself"),
     ("pretrain/val_000000.bin", "pretrain/\\u0000.bin", "bad path"),
-    ("pretrain/val_000000.bin", "pretrain/" + "v" * 300, "bad path"),
     ("pretrain/val_000000.bin", "pretrain/.val.bin", "bad path"),
-    ("pretrain/val_000000.bin", "pretrain\\\\val.bin", "bad path"),
     ("pretrain/val_000000.bin", "pretrain/../../val.bin", "bad path"),
     ("pretrain/val_000000.bin", "dataset.json", "bad path"),
-    ("pretrain/val_000000.bin", "../val_000000.bin", "bad path"),
     ("pretrain/val_000000.bin", "/tmp/val_000000.bin", "bad path"),
     ("decoderstack-dataset-1", "other", "has format 'other'"),
     ("{", "", "is not a readable JSON file"),

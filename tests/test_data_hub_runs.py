@@ -10,9 +10,10 @@ import hub as data_hub
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY, sets, write_dataset
+from commands import sets
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
+from tiny import ROOT, TINY, write_dataset
 
 STEP = "checkpoints/step_000004"
 FILES = {"train_small.py", "config.json", "log.jsonl", "tokenizer.json", "report.md", "result.json", "curve.png",
@@ -81,20 +82,6 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     hub.requests.clear()
     assert f"{len(FILES)} were there already" in run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
-
-
-def test_an_interrupted_download_goes_on(hub, run_dir, tmp_path):
-    run_hub(hub, "upload-run", run_dir, "me/run")
-    out = tmp_path / "out"
-    hub.corrupt["log.jsonl"] = -1
-    error = run_hub(hub, "download-run", "me/run", "--out", out, "--trust", code=1)
-    good = dataset.sha256_file(run_dir / "log.jsonl")
-    assert f"log.jsonl of me/run is not what run.json lists (sha256 {good})" in error
-    assert (out / "config.json").exists() and not (out / "log.jsonl").exists() and not (out / "run.json").exists()
-    hub.corrupt.clear()
-    hub.break_after[f"{STEP}/model.safetensors"] = 1000
-    run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
-    assert ts.newest_whole(out, pytest.fail) == out / STEP and contents(out).keys() == FILES | {"run.json"}
 
 
 def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):

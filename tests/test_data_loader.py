@@ -8,8 +8,8 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, FIELDS, list_files, loader_of, segments, tiny_config  # isort: skip
-from conftest import validation_of, write_dataset, write_shard  # isort: skip
+from tiny import ALONE, CPU, FIELDS, list_files, loader_of, segments, tiny_config  # isort: skip
+from tiny import validation_of, write_dataset, write_shard  # isort: skip
 
 
 def batches(dataset, config, ranks=ALONE, reader_state=None, first_step=0, most=10**9) -> list[ts.Batch]:
@@ -142,14 +142,6 @@ def test_hosted_shard_without_extras_loads(tmp_path, dataset):
     assert np.array_equal(hosted.read(hosted.files("val")[0]), dataset.read(dataset.files("val")[0]))
 
 
-def test_special_tokens_have_no_prefix(dataset):
-    """They are not text, so nothing shorter stands for them."""
-    tokenizer = dataset.tokenizer
-    found = tokenizer.prefixes()
-    assert len(found) == tokenizer.vocab_size and set(found[len(tokenizer.mergeable) :]) == {-1}
-    assert tokenizer.bytes[found[tokenizer.mergeable[b" the"]]] == b" t"
-
-
 def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
     """What the loader's thread finds is raised by next(), after the batches before it."""
     for number, whole in ((0, 0), (1, 2)):
@@ -162,37 +154,6 @@ def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
         with pytest.raises(ts.UserError, match=f"{shard} was changed"):
             for _ in range(20):
                 loader.next()
-        loader.close()
-
-
-def test_a_reader_of_another_kind(dataset):
-    """The loader needs of a reader `reader_state`, `bos_id` and `pack()`: parts of a document may not count."""
-
-    class Counting:
-        bos_id = 7
-
-        def __init__(self):
-            self.reader_state = {"next": 0}
-
-        def pack(self):
-            first = self.reader_state["next"]
-            self.reader_state["next"] += 1
-            yield np.array([7, first, first + 1]), np.array([True, False])
-            yield np.array([7, first]), np.array([False])
-
-    config = tiny_config()
-    whole, *parts = (
-        ts.PackLoader(Counting(), config, ranks, first_step=3)
-        for ranks in (ALONE, ts.Ranks(0, 2, CPU), ts.Ranks(1, 2, CPU))
-    )
-    batch = whole.next()
-    assert batch.tokens[1, :4].tolist() == [7, 1, 7, 7] and batch.targets[1, :4].tolist() == [1, -1, -1, -1]
-    assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 64]
-    assert (batch.total_targets, batch.total_tokens, batch.reader_state) == (2, 256, {"next": 2})
-    for row, part in enumerate(loader.next() for loader in parts):
-        assert torch.equal(part.tokens[0], batch.tokens[row]) and torch.equal(part.targets[0], batch.targets[row])
-        assert (part.total_targets, part.total_tokens, part.reader_state) == (2, 256, {"next": 2})
-    for loader in (whole, *parts):
         loader.close()
 
 

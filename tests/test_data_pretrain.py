@@ -18,8 +18,8 @@ import pytest
 import sources
 import tokenizer
 
-from conftest import write_shard
 from processes import python
+from tiny import write_shard
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -321,7 +321,6 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
     (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
     (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
-    (["--source", "{tmp}/blank.jsonl"], ["no train document"]),
     (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
     (["--source", "{tmp}/two.jsonl"], ["too small", "--vocab-size 32768"]),
     (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),
@@ -335,7 +334,6 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
     for name, lines in {
         "empty": "",
         "one": '{"text": "a"}\n',
-        "blank": '{"text": ""}\n{"text": " "}\n',
         "bad": '{"text": "a"}\n{"text": \n',
         "two": '{"text": "a"}\n{"text": "b"}\n',
     }.items():

@@ -15,10 +15,10 @@ import pytest
 import sft
 import tokenizer
 import train_small as ts
-from lib import chat_format
 
-from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
+from chats import chat, read_split, run_sft, write_jsonl
 from hub_stub import names_of, start_hub
+from tiny import MERGES, SPECIALS
 
 SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
 PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]
@@ -258,7 +258,6 @@ def test_addition(data):
 
 BAD = [
     ({"messages": []}, "no answer"),
-    ([1], 'no list "messages"'),
     ({"messages": ["hello"]}, 'no list "messages"'),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "message 1 has the role None"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool', expected 'user'"),
@@ -266,24 +265,11 @@ BAD = [
     ({"messages": chat("a", "b")["messages"][::-1]}, "message 1 has the role 'assistant', expected 'user'"),
     ({"messages": [*chat("a", "b")["messages"], *chat("a", "b")["messages"][1:]]}, "message 3 has the role 'assis"),
     (chat("a", " \n"), r"message 2 \(assistant\) is empty"),
-    (chat("a", []), r"message 2 \(assistant\) is empty"),
     (chat("a", None), r"message 2 \(assistant\) has no text"),
     (chat([{"type": "python", "text": "a"}], "b"), r"message 1 \(user\) has a part"),
     (chat("a", [{"type": "image", "text": "b"}]), r"message 2 \(assistant\) has a part"),
-    (chat("a", [["text", "b"]]), r"message 2 \(assistant\) has a part"),
     ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "behind the last message"),
 ]
-
-
-def test_messages_of_other_clients():
-    """Text parts, and any number of system and developer texts, become what the server makes of them."""
-    texts = lambda *texts: [{"type": "text", "text": text} for text in texts]  # noqa: E731
-    messages = [("system", "s"), ("developer", texts("d", "e")), ("user", texts("a", "b")), ("assistant", texts("c")),
-                ("system", "f"), ("user", "g"), ("assistant", "h"), ("system", " ")]  # fmt: skip
-    found = sft.check_messages({"messages": [{"role": role, "content": content} for role, content in messages]})
-    joined = [(role, "".join(part["text"] for part in content) if isinstance(content, list) else content)
-              for role, content in messages]  # fmt: skip
-    assert [(role, "".join(text for _, text in parts)) for role, parts in found] == chat_format.merge_turns(joined)
 
 
 @pytest.mark.parametrize(("value", "message"), BAD)
@@ -323,9 +309,6 @@ def test_user_errors(data, tmp_path):
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
         (["--source", f"{path}:1000000000"], "at most 1000"),
         (["--source", "addition:0"], "or addition:COUNT[:DIGITS]"),
-        (["--source", "addition:5:19"], "or addition:COUNT[:DIGITS]"),
-        (["--source", "addition:x"], "or addition:COUNT[:DIGITS]"),
-        (["--source", f"{path}:0.01"], "no train conversation is left; give more, larger weights or --val-source"),
         (["--source", one], "no train conversation is left; give more, larger weights or --val-source"),
         (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),

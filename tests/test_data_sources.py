@@ -16,7 +16,7 @@ import pytest
 import sources
 import zstandard
 
-from conftest import sentence
+from commands import sentence
 from hub_stub import COMMIT, git_blob_id, names_of, start_hub
 from processes import python
 

@@ -109,12 +109,9 @@ def spoil(path, target, change):
     (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "special ids follow the ranks"),
     (lambda v: v["special_tokens"].clear(), "bos"),
     (lambda v: v.update(special_tokens=[391]), "damaged"),
-    (lambda v: v["ranks"].__setitem__(300, ""), "damaged"),
-    (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "damaged"),
     (lambda v: v.update(pattern="("), "does not work"),
     (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
     (lambda v: v.update(pattern=r"\S+"), "loses text"),
-    (lambda v: v.update(pattern=""), "matches nothing"),
     (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches nothing"),
     (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
 ])  # fmt: skip

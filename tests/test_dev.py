@@ -1,13 +1,13 @@
 """The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
 
 import json
-import re
 
 import pytest
 from dev import bench
 
-from conftest import ROOT, TINY, TINY_MEDIUM, sets
+from commands import sets
 from processes import python
+from tiny import TINY, TINY_MEDIUM
 
 FLAGS = sets(TINY)
 # 192: a width that tells the products of the MLP from others.
@@ -93,15 +93,3 @@ def test_sections_of_kernels():
         10: (7, "copies", "forward"), 7: (6, "NorMuon", "optimizer"), 8: (1, "copies", "optimizer"),
         9: (1, "other", "optimizer"),
     }  # fmt: skip
-
-
-def test_log():
-    """The index at the top has date, title, verdict and the anchor of every entry, newest first."""
-    text = (ROOT / "dev/LOG.md").read_text(encoding="utf-8")
-    entries = re.findall(r"^## (\d{4}-\d\d-\d\d): (.+)\n\n- \*\*Verdict:\*\* (\w+)$", text, re.M)
-    dates = [date for date, _, _ in entries]
-    assert len(entries) == text.count("\n## ") >= 42 and dates == sorted(dates, reverse=True)
-    rows = re.findall(r"^\| (\S+) \| \[(.+?)\]\(#(.+?)\) \| (\w+) \| .+ \|$", text, re.M)
-    assert [(date, title, verdict) for date, title, _, verdict in rows] == entries
-    for date, title, anchor, _ in rows:  # as GitHub makes anchors of headings
-        assert anchor == re.sub(r"[^\w -]", "", f"{date}: {title}".lower()).replace(" ", "-")

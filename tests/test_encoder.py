@@ -20,8 +20,10 @@ import train_encoder as te
 from lib.command import RunError
 from safetensors.torch import load_file
 
-from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
+from chats import write_jsonl
+from commands import call, ran, stops
 from processes import python
+from tiny import ALONE, CPU, ts
 
 TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
         "max_docs_per_pack": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip
@@ -37,13 +39,6 @@ def flags(**values) -> list:
 
 def tiny_flags(**changes) -> list:
     return flags(**{**TINY, **changes})
-
-
-def ran(main, *argv) -> dict:
-    """The result of a command that must succeed."""
-    code, out, err = call(main, *argv)
-    assert code == 0, err
-    return json.loads(out.splitlines()[-1])
 
 
 def random_encoder(seed: int = 0, **changes) -> em.Encoder:
@@ -178,9 +173,18 @@ def test_masks_differ_by_step_and_seed(setting, dataset):
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert torch.equal(found[0], found[3])
     loader = te.MaskedPacks(ts.ShardReader(dataset, config), config, ALONE, is_text)
-    first, second = (loader.next().targets >= 0 for _ in range(2))
+    whole = [loader.next() for _ in range(2)]
     loader.close()
+    first, second = (batch.targets >= 0 for batch in whole)
     assert (first & second).sum() < first.sum() / 2, "each step has masks of its own"
+    for rank in range(2):  # of two ranks, that resume after the first step
+        reader = ts.ShardReader(dataset, config)
+        reader.seek(whole[0].reader_state)
+        loader = te.MaskedPacks(reader, config, ts.Ranks(rank, 2, CPU), is_text, first_step=1)
+        part = loader.next()
+        loader.close()
+        assert torch.equal(part.tokens, whole[1].tokens[2 * rank : 2 * rank + 2])
+        assert torch.equal(part.targets, whole[1].targets[2 * rank : 2 * rank + 2])
 
 
 def test_flops_by_hand(setting):
@@ -212,20 +216,6 @@ def entries(run_dir) -> list[dict]:
     return found
 
 
-def assert_same_run(found, expected) -> None:
-    assert entries(found) == entries(expected)
-    for name in ("model", "optimizer"):
-        path = f"checkpoints/step_000008/{name}.safetensors"
-        a, b = load_file(found / path), load_file(expected / path)
-        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def halfway(run_dir, copy):
-    shutil.copytree(run_dir, copy)
-    shutil.rmtree(copy / "checkpoints/step_000008")
-    return copy
-
-
 def test_run_directory(pretrained):
     """It is complete, the loss falls, and the last line of the log is the result."""
     names = {path.name for path in pretrained.iterdir()}
@@ -234,34 +224,6 @@ def test_run_directory(pretrained):
     assert losses[0] == pytest.approx(math.log(320), abs=0.1) and losses[-1] < losses[0] - 0.3
     result = json.loads((pretrained / "result.json").read_text())
     assert result["tokens"] == 8 * 256 and result["val_bpb"] == entries(pretrained)[-1]["val_bpb"]
-
-
-def test_resume_bit_for_bit(pretrained, tmp_path):
-    copy = halfway(pretrained, tmp_path / "run")
-    ran(te.main, "--resume", "--run-dir", copy)
-    assert_same_run(copy, pretrained)
-
-
-def two_ranks(script: str, *argv) -> None:
-    """Runs a command in two processes that know each other, as torchrun starts them."""
-    done = python(ROOT / "runs/encoder" / script, *argv, ranks=2)
-    assert done.returncode == 0, done.stderr
-
-
-def assert_close_runs(found, expected) -> None:
-    a, b = (load_file(run / "checkpoints/step_000008/model.safetensors") for run in (found, expected))
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-4, msg=name)
-    for one, other in zip(entries(found), entries(expected), strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
-
-
-def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
-    sizes = tiny_flags(save_every=4, eval_every=4)
-    two_ranks("train_encoder.py", "--data", dataset_dir, "--run-dir", tmp_path / "two", *sizes)
-    assert_close_runs(tmp_path / "two", pretrained)
 
 
 def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
@@ -286,7 +248,6 @@ BAD_PAIRS = (
     ("{", "is '{' (Invalid JSON"),
     ("[1]", "is [1] (Input should be an object)"),
     ('{"query": "a"}', "'positive' is {'query': 'a'} (Field required)"),
-    ('{"query": "", "positive": "b"}', "'query' is ''"),
     ('{"query": "a", "positive": "b", "negative": ["c"]}', "'negative' is ['c'] (Extra inputs are not permitted)"),
     ('{"query": "a", "positive": "b", "negatives": "c"}', "'negatives' is 'c'"),
 )
@@ -493,14 +454,22 @@ def test_finetuning(finetuned, pretrained, some_pairs):
 
 
 def test_finetuning_resumes_bit_for_bit(finetuned, tmp_path):
-    copy = halfway(finetuned, tmp_path / "run")
+    copy = shutil.copytree(finetuned, tmp_path / "run", ignore=shutil.ignore_patterns("step_000008"))
     ran(ft.main, "--resume", "--run-dir", copy)
-    assert_same_run(copy, finetuned)
+    assert entries(copy) == entries(finetuned)
+    for name in ("model", "optimizer"):
+        path = f"checkpoints/step_000008/{name}.safetensors"
+        a, b = load_file(copy / path), load_file(finetuned / path)
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_two_ranks_finetune_like_one(finetuned, pretrained, some_pairs, tmp_path):
-    two_ranks("finetune_encoder.py", pretrained, *ft_flags(some_pairs, tmp_path / "two"))
-    assert_close_runs(tmp_path / "two", finetuned)
+    done = python("runs/encoder/finetune_encoder.py", pretrained, *ft_flags(some_pairs, tmp_path / "two"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    for one, other in zip(entries(tmp_path / "two"), entries(finetuned), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
 
 
 def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):

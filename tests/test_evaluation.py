@@ -9,7 +9,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, pack, random_model, tiny_config, validation_of, write_tokenizer
+from tiny import ALONE, CPU, pack, random_model, tiny_config, validation_of, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def test_prefixes(tokenizer):
         shorter = [other for other in ids if token.startswith(other) and other != token]
         assert found[i] == (ids[max(shorter, key=len)] if shorter else -1)
     assert found[:256] == [-1] * 256 and len(found) == 300
+    assert {found[i] for i in tokenizer.specials.values()} == {-1}, "they are no text"
 
 
 @pytest.mark.parametrize("packs", (1, 2, 4))

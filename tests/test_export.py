@@ -16,7 +16,33 @@ from lib.export_tokenizer import convert_tokenizer, read_vocabulary
 from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
-from conftest import ROOT, VARIED, export_run, random_texts, write_run
+from commands import stops, write_run
+from tiny import ROOT
+
+VARIED = [
+    "", " ", "a", "the rest\n\n of  it\t ", "l'été, naïve: 你好 😀\u200d👧 e\u0301", "1 12 123 1234 ٣٤ Ⅷ ½", "I'LL 'ſ",
+    "def f(x):\r\n        return x  # ...\n", "\x00\x01\x1c\x85\u2028\u3000\ufeff", "aaaa" * 9, " " * 70 + "x",
+    "-=" * 40, "<|bos|>", "x<|user_end|><|bos|> <|bo", "\U0010ffff\ud7ff",
+]  # fmt: skip
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    alphabets = ["  \t\n\r\x0b\u00a0\u2028'sSdtlLvVeErR12½.,ab", "aab ..--==\n", ["<|bos|>", "<|", "|>", "user", " "]]
+    texts = []
+    for i in range(count):
+        if i % 2:
+            texts.append("".join(rng.choices(alphabets[i // 2 % 3], k=rng.randint(1, 30))))
+        else:
+            pick = lambda: rng.choice((rng.randrange(128), rng.randrange(0x3000), rng.randrange(0x1F000, 0x1FFFF)))  # noqa: E731
+            texts.append("".join(chr(pick()) for _ in range(rng.randint(1, 12))))
+    return texts
+
+
+def export_run(run_dir: Path, out: Path, *flags: str) -> str:
+    """Exports a run as the command line does; returns the model card."""
+    export.main([str(run_dir), "--out", str(out), *flags])
+    return (out / "README.md").read_text(encoding="utf-8")
 
 
 def test_tokenizer_equals_the_projects(bpe):
@@ -123,7 +149,7 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert "python runs/serve.py run\n" in card
 
 
-def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
+def test_user_errors(bpe, tmp_path, monkeypatch):
     """One sentence, exit code not 0, and nothing is left behind."""
     run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
@@ -133,15 +159,12 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
         (tmp_path / "none", new, (), "it does not exist"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
         (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
-        capsys.readouterr()
-        assert export.main([str(run), "--out", str(out), *flags]) == 1
-        error = capsys.readouterr().err
-        assert message in error and error.startswith("error: ") and error.count("\n") == 1
+        assert message in stops(export.main, run, "--out", out, *flags)
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"]
 
     def full_disk(*_):
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(export_files, "save_file", full_disk)
-    assert export.main([str(run_dir), "--out", str(new)]) == 1
-    assert f"No space left on device); make room, remove {new} and try again" in capsys.readouterr().err
+    error = stops(export.main, run_dir, "--out", new)
+    assert f"No space left on device); make room, remove {new} and try again" in error

@@ -27,8 +27,10 @@ from lib.export_tokenizer import read_vocabulary
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, VARIED, export_run, frozen_code, portable_config, random_model, random_texts, write_run
+from commands import stops, write_run
 from test_data_tokenizer import PUBLISHED
+from test_export import VARIED, export_run, random_texts
+from tiny import ROOT, frozen_code, portable_config, random_model
 
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
@@ -114,7 +116,7 @@ def test_file(kind, run_dir, tmp_path, capsys):
         assert (got - weight).norm() <= tolerance * weight.norm()
 
 
-def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
+def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):
     """One sentence, exit code not 0, and no file, not even a part of one."""
     default = write_run(tmp_path / "default", bpe)
     gpt4 = write_run(tmp_path / "gpt4", bpe, config=portable_config(vocab_size=900, dtype="float32"))
@@ -124,10 +126,7 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch, capsys):
     new = tmp_path / "new"
 
     def fails(run, flag, out, message):
-        capsys.readouterr()
-        assert export.main([str(run), flag, str(out)]) == 1
-        error = capsys.readouterr().err
-        assert message in error and error.startswith("error: ") and error.count("\n") == 1
+        assert message in stops(export.main, run, flag, out)
         assert not new.exists() and not new.with_name("new.part").exists()
 
     fails(default, "--gguf", new, "(it has swiglu=False); train with @runs/portable.args on a dataset of")

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from conftest import export_run, tiny_config, tiny_medium, write_run
+from commands import write_run
+from test_export import export_run
+from tiny import tiny_config, tiny_medium
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "value_embed_layers": (),
@@ -168,20 +170,6 @@ def test_too_long(exported):
     mask = torch.ones(1, 65)
     mask[0, 0] = 0
     assert exported.model(too_long, attention_mask=mask).logits.shape == (1, 65, 900), "64 tokens and padding"
-
-
-def test_modules_have_their_usual_names(exported):
-    """PEFT looks for nn.Linear and for the embeddings."""
-    linear = [name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)]
-    expected = {"lm_head", *(f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down"))}
-    if exported.gpt.config.mudd_width:
-        expected |= {"in_proj", "out_proj"}
-    assert {name.rpartition(".")[2] for name in linear} == expected and len(linear) >= 21
-    assert exported.model.get_input_embeddings() is exported.model.model.embed_tokens
-    assert exported.model.get_output_embeddings() is exported.model.lm_head
-    assert exported.model.base_model is exported.model.model
-    is_tied = exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
-    assert is_tied == getattr(exported.gpt.config, "tied", True)
 
 
 def test_new_tokens(own_model, exported, tmp_path):

@@ -11,7 +11,6 @@ import io
 import json
 import random
 import shutil
-import signal
 import sys
 import types
 from collections import Counter
@@ -29,10 +28,10 @@ from lib import chat_format, checkpoint
 from lib import report as reports
 from safetensors.torch import load_file
 
-from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
-from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
-from conftest import sets, write_dataset, write_jsonl  # isort: skip
+from chats import chat, read_split, run_sft, write_jsonl
+from commands import entries, losses, saved, sets, snapshot, stops, tensors
 from processes import python
+from tiny import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, segments, write_dataset
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -309,37 +308,20 @@ def test_weights_are_not_averaged(base):
     assert checkpoint.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
 
 
-KILL = """
-import os, signal, sys
-import torch
-import finetune
-import engine
-torch.set_num_threads(1)
-import_script = engine.import_script
-def import_deadly(run_dir):
-    script = import_script(run_dir)
-    train_step = script.train_step
-    def killed_step(state, batch):
-        return train_step(state, batch) if state.step != 13 else os.kill(os.getpid(), signal.SIGKILL)
-    script.train_step = killed_step
-    return script
-engine.import_script = import_deadly
-sys.exit(finetune.main(sys.argv[1:]))
-"""
-
-
-def test_kill_and_resume_is_bit_identical(finished, base, tmp_path):
-    """kill -9 in step 14; --resume ends with the same weights, and needs neither the source nor its flags.
+def test_a_resumed_run_is_bit_identical(finished, base, tmp_path):
+    """From step 10 on --resume ends with the same weights, and needs neither the source nor its flags.
 
     It takes them if they are the same.
     """
-    killed, source, reference = tmp_path / "killed", tmp_path / "source", finished[0]
+    stopped, source, reference = tmp_path / "stopped", tmp_path / "source", finished[0]
     shutil.copytree(base, source)
-    done = python("-c", KILL, *tune(source, killed), cwd=ROOT / "runs")
-    assert done.returncode == -signal.SIGKILL and saved(killed) == [5, 10]
+    assert finetune.main(tune(source, stopped, keep_checkpoints=99)) == 0
+    for step in saved(stopped):
+        if step > 10:
+            shutil.rmtree(stopped / "checkpoints" / f"step_{step:06d}")
     shutil.rmtree(source)
     for name, more in (("bare", []), ("same", tune(source, "unused")[:3])):
-        run_dir = shutil.copytree(killed, tmp_path / name)
+        run_dir = shutil.copytree(stopped, tmp_path / name)
         assert finetune.main([*more, "--resume", "--run-dir", str(run_dir)]) == 0
         last = saved(reference)[-1]
         assert saved(run_dir)[-1] == last

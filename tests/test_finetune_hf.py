@@ -1,6 +1,5 @@
 """runs/huggingface/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
 
-import contextlib
 import copy
 import functools
 import gc
@@ -20,8 +19,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROOT, entries
+from commands import call, entries, ran
 from processes import free_port, python
+from tiny import ROOT
 
 pytest.importorskip("datasets")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub
@@ -124,14 +124,14 @@ def cache(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
 
 
-def call(words) -> int:
+def main(words: list[str]) -> int:
     """finetune_hf in this process.
 
     The model of an earlier run still holds its process group. If the garbage collector met that in a worker of .map,
     its destructor would wait for threads that a fork does not have.
     """
     gc.collect()
-    return ft.main([str(word) for word in words])
+    return ft.main(words)
 
 
 def in_processes(folder, *words, **environment) -> subprocess.CompletedProcess:
@@ -141,23 +141,11 @@ def in_processes(folder, *words, **environment) -> subprocess.CompletedProcess:
     return done
 
 
-def run(capsys, *words) -> dict:
-    """The result of a run in this process."""
-    capsys.readouterr()
-    code = call(words)
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    return json.loads(out.out.splitlines()[-1])
-
-
-def refused(capsys, *words) -> str:
+def refused(*words) -> str:
     """The one sentence of a run that cannot be."""
-    capsys.readouterr()
-    with contextlib.suppress(SystemExit):  # of argparse
-        assert call(words) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "error: " in error
-    return error
+    code, _, err = call(main, *words)
+    assert code and "error: " in err.splitlines()[-1], err
+    return err.splitlines()[-1]
 
 
 def one_config(**settings) -> ft.Config:
@@ -221,11 +209,11 @@ def test_nulls_of_other_tools_are_left_out(tmp_path):
     assert ft.tokenize_chats(read[:], tokenizer, "messages") == alone
 
 
-def test_a_row_without_text_is_named(folder, tmp_path, capsys):
+def test_a_row_without_text_is_named(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n{"text": null}\n{"text": "c"}\n')
     words = ["pretrain", "--model-name", folder / "model", "--data.path", "json", "--run-dir", tmp_path / "run",
              "--sequence-length", 64]  # fmt: skip
-    error = refused(capsys, *words, "--data.data-files", tmp_path / "texts.jsonl", "--val-rows", 1)
+    error = refused(*words, "--data.data-files", tmp_path / "texts.jsonl", "--val-rows", 1)
     assert "column text has a row without text" in error and error.endswith("drop such rows")
 
 
@@ -252,7 +240,7 @@ def test_lora_keeps_the_type_of_what_it_freezes(folder, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(ft, "finish", lambda run: seen.extend(run.model.parameters()))
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
-    assert call([*words, "--lora-rank", 2, "--steps", 2]) == 0
+    assert call(main, *words, "--lora-rank", 2, "--steps", 2)[0] == 0
     assert {(p.requires_grad, p.dtype) for p in seen} == {(True, torch.float32), (False, torch.bfloat16)}
 
 
@@ -376,12 +364,12 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_models_that_mix_documents_are_refused(folder, tmp_path, capsys, name):
+def test_models_that_mix_documents_are_refused(folder, tmp_path, name):
     """On a CPU, OPT attends across documents and LFM2 convolves across them."""
     random_model(MIXING[name]).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
-    assert f"{name} models mix the documents of a pack" in refused(capsys, *words)
+    assert f"{name} models mix the documents of a pack" in refused(*words)
 
 
 def test_liger_gives_the_loss_alone(monkeypatch):
@@ -424,7 +412,7 @@ def reference(folder, tmp_path_factory):
     """A run of 6 steps that nothing disturbed."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    assert call(["sft", f"@{folder}/sft.toml", "--run-dir", run_dir]) == 0
+    assert call(main, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir)[0] == 0
     return run_dir
 
 
@@ -458,7 +446,7 @@ def lora(folder, tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     run_dir = tmp_path_factory.mktemp("runs") / "lora"
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, "--lora-rank", 4]
-    assert call(words) == 0
+    assert call(main, *words)[0] == 0
     return run_dir
 
 
@@ -515,24 +503,12 @@ def test_chat_talks_to_it(reference):
     assert len(talk.messages) < 7 and talk.messages[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
-def test_no_damaged_state_is_used(reference, tmp_path):
-    """Single bits of state.json, and cuts."""
-    content = (reference / "checkpoints/step_000006/state.json").read_bytes()
-    shutil.copytree(reference / "checkpoints/step_000006", tmp_path / "checkpoints/step_000006")
-    path = tmp_path / "checkpoints/step_000006/state.json"
-    assert ft.newest_complete(tmp_path)[0] == path.parent
-    flips = [content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :] for i in range(0, len(content), 3)]
-    for other in [*flips, *(content[:i] for i in range(0, len(content), 9)), content + b" "]:
-        path.write_bytes(other)
-        assert not ft.newest_complete(tmp_path), other
-
-
 @pytest.mark.parametrize(("kind", "damage"), [
     ("reference", None), ("reference", lambda content: content[:-100]),
     ("reference", lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]),
     ("lora", lambda content: content[:-4096] + bytes(4096)),
 ])  # fmt: skip
-def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
+def test_resume_bit_for_bit(request, tmp_path, kind, damage):
     """From step 3, whether the checkpoint of step 6 is gone or damaged."""
     reference = request.getfixturevalue(kind)
     run_dir = tmp_path / "run"
@@ -544,9 +520,8 @@ def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
     else:
         shutil.rmtree(last)
     shutil.rmtree(run_dir / "model")
-    capsys.readouterr()
-    assert call(["--resume", "--run-dir", run_dir]) == 0
-    assert ("skipped step_000006: " in capsys.readouterr().out) == bool(damage)
+    code, out, err = call(main, "--resume", "--run-dir", run_dir)
+    assert code == 0 and ("skipped step_000006: " in out) == bool(damage), err
     assert losses_of(run_dir) == losses_of(reference)
     for part in ("checkpoints/step_000006", "model"):
         ours = tensors_of(run_dir / part)
@@ -554,7 +529,7 @@ def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch):
+def test_sigterm_saves_and_ends(folder, reference, tmp_path, monkeypatch):
     """In step 2, between checkpoints; the run goes on as if nothing had happened."""
     original = ft.train_step
 
@@ -566,9 +541,9 @@ def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with monkeypatch.context() as patch:
         patch.setattr(ft, "train_step", step)
-        error = refused(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run")
+        error = refused("sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run")
     assert "stopped and saved at step 2; continue with --resume" in error
-    run(capsys, "--resume", "--run-dir", tmp_path / "run")
+    ran(main, "--resume", "--run-dir", tmp_path / "run")
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert losses_of(tmp_path / "run") == losses_of(reference)
@@ -590,7 +565,7 @@ os._exit(code)
 
 
 @pytest.mark.parametrize("flags", [(), ("--lora-rank", 4)])
-def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, flags):
+def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, flags):
     """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
     reference = lora if flags else reference
     run_dir = tmp_path / "run"
@@ -602,12 +577,12 @@ def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, fl
     assert len(list((run_dir / "checkpoints/step_000003").glob("*.safetensors"))) == 2
 
     shutil.rmtree(run_dir / "checkpoints/step_000006")
-    run(capsys, "--resume", "--run-dir", run_dir)
+    ran(main, "--resume", "--run-dir", run_dir)
     assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
 
 
-def test_micro_batches_and_recomputation_change_nothing(folder, reference, tmp_path, capsys):
-    run(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--micro-packs", 5, "--recompute",
+def test_micro_batches_and_recomputation_change_nothing(folder, reference, tmp_path):
+    ran(main, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--micro-packs", 5, "--recompute",
         "--steps=6")  # fmt: skip
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(reference), rel=1e-5)
 
@@ -627,7 +602,7 @@ def test_pretrain(folder, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["tokens"] == pytest.approx(1.5 * tokens * 35 / 40, rel=0.1)
 
 
-def test_order_of_packs(folder, tmp_path, monkeypatch, capsys):
+def test_order_of_packs(folder, tmp_path, monkeypatch):
     """Every epoch has each pack once, in an order of its own; the last step may have fewer."""
     toml = (folder / "sft.toml").read_text().replace("steps = 6\n", "")
     (tmp_path / "epochs.toml").write_text(toml)
@@ -638,7 +613,7 @@ def test_order_of_packs(folder, tmp_path, monkeypatch, capsys):
             patch.setattr(ft, "run_steps", runs.append)
             patch.setattr(ft, "export", lambda run: None)
             patch.setattr(ft, "finish", lambda run: {})
-            run(capsys, "sft", f"@{tmp_path}/epochs.toml", "--run-dir", tmp_path / "run", *words)
+            ran(main, "sft", f"@{tmp_path}/epochs.toml", "--run-dir", tmp_path / "run", *words)
         return runs[0].order.tolist(), runs[0].steps
 
     first, steps = order("--packs", 4, "--epochs", 2)
@@ -680,14 +655,11 @@ def test_later_settings_count(tmp_path):
 
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--sequence-lenght", "9"], "unrecognized arguments: --sequence-lenght 9"),
-    (["--data.fles", "9"], "unrecognized arguments: --data.fles 9"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
-    (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
     (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not tag what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
-    (["--data.data_files", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),
     (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "is above the model's 256"),
     (["--attention", "eager9"], "--attention eager9 does not fit"),
@@ -695,31 +667,30 @@ def test_later_settings_count(tmp_path):
     (["--resume", "--run-dir", "/nowhere"], "/nowhere/config.json cannot be read (FileNotFoundError: "),
     (["@/nowhere.toml"], "/nowhere.toml cannot be read (FileNotFoundError: "),
     (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; fix that"),
-    (["finetune"], "unrecognized arguments: finetune"),
 ])  # fmt: skip
-def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):
+def test_mistakes_are_one_sentence(folder, tmp_path, words, sentence):
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", *words]
-    assert sentence in refused(capsys, *words)
+    assert sentence in refused(*words)
 
 
-def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, capsys):
+def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path):
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", reference]
     before = (reference / "log.jsonl").read_text()
-    assert "already holds a run" in refused(capsys, *words)
+    assert "already holds a run" in refused(*words)
     lengths = ["--sequence-length", 100], ["--packs", 4]
     for other in (*lengths, ["--seed", 1], ["--val-rows", 9], ["--workers", 2], ["--lora-rank", 8]):
-        error = refused(capsys, "--resume", "--run-dir", reference, *other)
+        error = refused("--resume", "--run-dir", reference, *other)
         assert "was started with other data, model, length, packs, workers or seed" in error
     assert (reference / "log.jsonl").read_text() == before
 
 
-def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, capsys, monkeypatch):
+def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, monkeypatch):
     """What each error says works: its log is none of the next run's."""
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run"]
     with monkeypatch.context() as patch:
         patch.setattr(ft, "packed_loss", lambda model, batch, targets: model(**batch).logits.sum() * math.nan)
-        assert "the gradient became nan; lower --lr, and --resume if there is" in refused(capsys, *words)
-    resumed = refused(capsys, "--resume", "--run-dir", tmp_path / "run")
+        assert "the gradient became nan; lower --lr, and --resume if there is" in refused(*words)
+    resumed = refused("--resume", "--run-dir", tmp_path / "run")
     assert "has no complete checkpoint; start again without --resume" in resumed
-    run(capsys, *words)
+    ran(main, *words)
     assert losses_of(tmp_path / "run") == losses_of(reference)

@@ -12,7 +12,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combination
 from torch._inductor.scheduler import SchedulerNode
 
-from conftest import ALONE, tiny_config, train_steps
+from tiny import ALONE, tiny_config, train_steps
 
 
 class Repeated:

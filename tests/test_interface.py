@@ -9,7 +9,7 @@ import torch
 import train_medium as tm
 import train_small as ts
 
-from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps, val_bpb
+from tiny import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps, val_bpb
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 # They take no run, and train or plan with the script of this checkout.

@@ -142,18 +142,6 @@ def test_answers_end(chat_server):
     assert answer["choices"][0]["message"]["content"] == '"one"'
 
 
-@pytest.mark.parametrize("schema", [
-    {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}]},
-    {"type": "string", "enum": ["x" * 200]}, {"type": "string", "minLength": "x"}, {"const": 10**30},
-    {"type": "string", "pattern": "^a{150}$"}, {"type": "integer", "minimum": 10**18},
-    {"properties": {"format": {"const": "x"}, "maxLength": {"type": "string", "maxLength": 7}}},
-])  # fmt: skip
-def test_bounded_schemas_still_have_answers(schema):
-    """What has limits of its own keeps them."""
-    new = json_schema.bound_schema(schema, 100, '"allOf"' not in json.dumps(schema))
-    assert new == schema | ({"additionalProperties": False} if "properties" in schema else {})
-
-
 class Recorded(scheduler.Graphs):
     """Stands for CUDA graphs: works again with the arguments of the first time, into what it returned then."""
 
@@ -190,15 +178,6 @@ def test_masks_beside_other_slots(chat_server):
     (plain, _), (found, keys) = answers(False, False), answers(True, True)
     assert found == plain == answers(False, True)[0] and {"logits"} < {*keys}
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
-
-
-def test_bound_schema():
-    """Each end that is open gets a limit, beyond what the schema asks for."""
-    bound, max_int = json_schema.bound_schema, json_schema.MAX_INT
-    assert bound({"type": "integer", "minimum": 0}, 9, True) == {"type": "integer", "minimum": 0, "maximum": max_int}
-    assert bound([{"type": ["string", "null"], "minLength": 12}, {"type": "string", "minLength": 1}], 9, True) == [
-        {"type": ["string", "null"], "minLength": 12, "maxLength": 12},
-        {"type": "string", "minLength": 1, "maxLength": 9}]  # fmt: skip
 
 
 def test_grammars_beyond_limits(chat_server):

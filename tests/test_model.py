@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import references
-from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from tiny import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 1.0)
 # Each technique: the config with it, the config without it. A new technique gets a line here, which adds it to the
@@ -276,35 +276,6 @@ def test_technique_changes_the_output(name):
     transplant(on, off)
     document = random_documents((50,))[0]
     assert (logits(on, document) - logits(off, document)).abs().max() > 1e-2
-
-
-def test_offset_keys_by_hand():
-    """The second half of a head comes from the token before, but for the first token of a document."""
-    keys = torch.arange(3 * 1 * 4).view(3, 1, 4)
-    first = torch.tensor([True, False, True]).view(3, 1, 1)
-    found = ts.GPT.offset_keys(keys, torch.cat((keys[:1], keys[:-1])), first)
-    assert found[:, 0].tolist() == [[0, 1, 2, 3], [4, 5, 2, 3], [8, 9, 10, 11]]
-
-
-def test_ngram_rows_and_signs():
-    """Which rows of tables and signs a text reads, by hand; the last row stands for tokens with too few before them."""
-    model, (document,) = random_model(config_of({})), random_documents((30,))
-    pairs = list(zip(document[:-2], document[1:-1], strict=True))  # (previous, token) of every input but the first
-    model(*pack([document]))[0].backward()
-    touched = model.bigram_embed.grad.abs().sum(1).nonzero()[:, 0].tolist()
-    assert touched == sorted({((36313 * t) ^ (27191 * p)) % 499 for p, t in pairs} | {499})
-    triples = list(zip(document[:-3], document[1:-2], document[2:-1], strict=True))
-    touched = model.trigram_embed.grad.abs().sum(1).nonzero()[:, 0].tolist()
-    assert touched == sorted({((36313 * t) ^ (27191 * p) ^ (51787 * q)) % 1249 for q, p, t in triples} | {1249})
-    assert set(model.bigram_signs.unique().tolist()) == {-1.0, 1.0}
-    read = {0, *((t ^ p) % 8192 for p, t in pairs), *((t ^ (3 * p) ^ (7 * q)) % 8192 for q, p, t in triples)}
-    before, read = logits(model, document[:-1]), sorted(read)
-    signs = torch.zeros_like(model.bigram_signs)
-    signs[read] = model.bigram_signs[read]
-    model.bigram_signs.copy_(signs)  # the others may be anything
-    assert torch.equal(logits(model, document[:-1]), before)
-    model.bigram_signs[read[-1]] *= -1
-    assert not torch.equal(logits(model, document[:-1]), before)
 
 
 def test_initial_weights():

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY, losses, sets
+from commands import losses, sets
 from processes import descendants, free_port
+from tiny import ROOT, TINY
 
 SLOW = """
 import sys, time

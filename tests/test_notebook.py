@@ -11,7 +11,8 @@ import nbclient
 import nbformat
 import pytest
 
-from conftest import ROOT, losses
+from commands import losses
+from tiny import ROOT
 
 NOTEBOOK = ROOT / "runs" / "colab_small.ipynb"
 

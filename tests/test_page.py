@@ -15,8 +15,8 @@ import httpx2
 import openai
 import pytest
 
-from conftest import ROOT
 from test_serve import SCRIPT, base_server, chat_server, expected, gate, runs, script, serve, until  # noqa: F401
+from tiny import ROOT
 
 PAGE = ROOT / "runs" / "page.py"
 BOT, USER = "[data-testid=bot]", "[data-testid=user]"

@@ -19,8 +19,9 @@ import train_medium as tm
 import train_small as ts
 import zstandard
 
-from conftest import ROOT, TINY, entries, sets
+from commands import entries, sets
 from processes import python
+from tiny import ROOT, TINY
 
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
 

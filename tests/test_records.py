@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, entries, sentence, sets, write_dataset
+from commands import entries, sentence, sets
 from processes import python
+from tiny import ROOT, TINY, write_dataset
 
 sys.path.insert(0, str(ROOT / "records"))
 import add
@@ -901,25 +902,6 @@ def test_renamed_fields_have_one_shape():
     for config, on in (({"mudd_width": 0, "width": 64}, ["t"]), ({"mix_width": 0, "width": 64}, ["t"]),
                        ({"mudd_width": 96, "width": 64}, []), (None, [])):  # fmt: skip
         assert tracks.tracks_of({**record, "config": config}, known) == on
-
-
-def test_diff():
-    """Every difference with its place; a float may differ in its last digits, a bool is no number."""
-    expected = {"a": [1, {"b": 0.1}], "c": True, "d": None}
-    assert files.diff(expected, {"a": [1, {"b": 0.1 + 1e-12}], "c": True, "d": None}) == []
-    found = files.diff(expected, {"a": [2, {"b": 0.2}], "c": 1, "e": 5})
-    assert found == [(".a[0]", 1, 2), (".a[1].b", 0.1, 0.2), (".c", True, 1), (".d", None, "missing"),
-                     (".e", "missing", 5)]  # fmt: skip
-    assert files.mismatches(1, 2, "x", "it must be") == ["x is 2, it must be 1"]
-
-
-def test_sections():
-    """Every line of the script is in one section."""
-    script = (ROOT / "train_small.py").read_text(encoding="utf-8")
-    parts = text.script_sections(script)
-    assert sum(len(part) for part in parts.values()) == script.count("\n")
-    assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
-    assert "class Config:" in parts["config"] and "class GPT(nn.Module):" in parts["model"]
 
 
 # ==== logs of other projects: the layout of each, with numbers that are easy to check

@@ -10,7 +10,8 @@ import report as command
 import train_small as ts
 from lib import report
 
-from conftest import ROOT, TINY, sets, write_run
+from commands import sets, write_run
+from tiny import ROOT, TINY
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {

@@ -19,9 +19,9 @@ import torch
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, MERGES, ROOT, at_step, entries, flags, losses, main, passes, refused, saved  # isort: skip
-from conftest import snapshot, stop_at, tiny_config, write_dataset  # isort: skip
+from commands import at_step, entries, flags, losses, main, passes, refused, saved, snapshot, stop_at
 from processes import python
+from tiny import ALONE, MERGES, ROOT, tiny_config, write_dataset
 
 pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
 

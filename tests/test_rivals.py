@@ -13,7 +13,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ROOT, tiny_config, write_dataset, write_shard
+from tiny import ROOT, tiny_config, write_dataset, write_shard
 
 sys.path.insert(0, str(ROOT / "records/rivals"))
 import plain_gpt

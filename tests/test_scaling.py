@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import train_medium as tm
 
-from conftest import ROOT, sets
+from commands import sets
 from processes import python
+from tiny import ROOT
 
 # bpb = FLOOR + A / N ** ALPHA + B / D ** BETA: best sizes grow with FLOPs ** (BETA / (ALPHA + BETA)), tokens with the
 # rest, and what is above the floor falls with FLOPs ** -(ALPHA BETA / (ALPHA + BETA)).

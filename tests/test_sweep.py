@@ -13,7 +13,8 @@ import train_small as ts
 from dev import sweep
 from scipy import stats
 
-from conftest import ROOT, TINY, sentence, sets
+from commands import sentence, sets
+from tiny import ROOT, TINY
 
 # Stands for a training script: bits per byte follow from its flags, a learning rate of 9 diverges.
 SCRIPT = """

@@ -9,7 +9,7 @@ import train_medium as tm
 import train_small as ts
 from dev import sync
 
-from conftest import ROOT
+from tiny import ROOT
 
 
 def test_scripts_share_their_sections():

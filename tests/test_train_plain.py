@@ -10,7 +10,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, ROOT, tiny_config, train_steps, val_bpb
+from tiny import ALONE, CPU, ROOT, tiny_config, train_steps, val_bpb
 
 PATH = ROOT / "runs" / "tutorials" / "train_plain.py"
 sys.path.insert(0, str(PATH.parent))
@@ -20,7 +20,7 @@ STEPS = 20
 
 
 def plain_config(config: ts.Config) -> plain.Config:
-    """The same recipe for train_plain, of what conftest.TINY sets."""
+    """The same recipe for train_plain, of what tiny.TINY sets."""
     same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
             "value_embed_layers", "shared_input_from", "bigram_rows", "trigram_rows", "max_seq_len",
             "window_short", "window_long", "pack_tokens", "max_docs_per_pack")  # fmt: skip

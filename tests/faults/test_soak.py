@@ -30,7 +30,8 @@ import torch
 import train_small as ts
 from fault_runs import Job, run
 
-from conftest import TINY, losses, sets, tensors, write_dataset
+from commands import losses, sets, tensors
+from tiny import TINY, write_dataset
 
 pytestmark = [
     pytest.mark.soak,
