@@ -1,7 +1,7 @@
 # Sourced by launch.sh and multi_node.sh.
 #
-# `repeat_error COMMAND...` runs torchrun. If a process failed, its error message stands somewhere above torchrun's report; it
-# is repeated as the last line. SIGTERM goes on to torchrun.
+# `repeat_error COMMAND...` runs torchrun. If a process failed, its error message stands somewhere above torchrun's
+# report; it is repeated as the last line. SIGTERM goes on to torchrun.
 repeat_error() {
   local log code=0 child tee message
   log=$(mktemp)
