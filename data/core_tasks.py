@@ -326,16 +326,16 @@ def main() -> None:
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
     max_seq_len = "maximum tokens of a row; longer ones lose their beginning [%(default)s]"
     add("--max-seq-len", type=int, default=2048, help=max_seq_len)
-    add("--items", type=int, default=0, help="number of items of each task (default: all)")
+    add("--limit", type=int, default=0, help="number of examples of each task (default: all)")
     args = parser.parse_args()
-    check_flags(args, max_seq_len=2, items=0)
+    check_flags(args, max_seq_len=2, limit=0)
     read_dataset(args.data)
     with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
         if args.download:
             args.bundle = Path(temporary) / "bundle.zip"
             download(args.bundle)
         bundle = open_bundle(args.bundle, Path(temporary) / "bundle")
-        build(bundle, args.data, args.max_seq_len, args.items)
+        build(bundle, args.data, args.max_seq_len, args.limit)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pairs of texts for runs/finetune_encoder.py, made from any corpus.
+"""Pairs of texts for runs/encoder/finetune_encoder.py, made from any corpus.
 
     python data/pairs.py --source "text/*.jsonl.zst" --kind title --out data/pairs/mine
     python data/pairs.py --source climbmix --max-files 2 --kind passages --out data/pairs/climbmix

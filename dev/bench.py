@@ -355,7 +355,7 @@ def section_table(rows: list[Row], steps: int) -> SectionTable:
     shares = {name: times[name, "all"] / total for name in (*SECTIONS, "sum")}
 
     columns = (*PHASES, "all")
-    titles = "".join(f"{name:>11}" for name in (*columns, "share"))
+    titles = "".join(f"{name:>11}" for name in (*columns, "fraction"))
     lines = [f"{'ms of a step':20}{titles}"]
     for name in (*sorted(SECTIONS, key=shares.get, reverse=True), "sum"):
         numbers = "".join(f"{times[name, column]:11.2f}" for column in columns)

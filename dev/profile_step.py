@@ -4,7 +4,7 @@
     python dev/profile_step.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
     python dev/profile_step.py --script train_medium.py
 
-It prints the kernels that take most of a step, the sections of dev/bench.py, and each kind of work as a share of the
+It prints the kernels that take most of a step, the sections of dev/bench.py, and each kind of work as a fraction of the
 step. Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a
 graph break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something
 was recompiled. The last line is the result as JSON.
@@ -115,7 +115,7 @@ def main() -> dict:
     groups = group_shares(table.shares)
     say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
     for name, share in sorted(groups.items(), key=lambda item: -item[1]):
-        say(f"share of {name}: {share:.1%}")
+        say(f"fraction of {name}: {share:.1%}")
     if ranks.is_main:
         name_sections(trace, rows)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ python runs/compressors.py "$run"
 echo
 echo "Finished in $SECONDS s."
 echo "Report:  $run/report.md"
-echo "Picture: $run/curve.png"
+echo "Plot:    $run/curve.png"
 echo "To write more text:"
 echo "  source .venv/bin/activate"
 echo "  python runs/sample.py $run --prompt \"def main(\""

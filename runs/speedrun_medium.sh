@@ -9,7 +9,7 @@
 #
 #     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
 #     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.3 hours
-#     CORE           91,037 items                                                                    5 minutes
+#     CORE           91,037 examples                                                                 5 minutes
 #     finetuning     460,000 conversations, about 0.4 billion tokens                                 10 minutes
 #     GPU time       1.5 hours of 8 GPUs: 12 device hours, 36 USD at 3 USD an hour and device
 #

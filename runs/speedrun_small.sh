@@ -60,7 +60,6 @@ mkdir -p "$out/logs"
 context=2048
 finetune=()
 limit=()
-items=()
 if [[ $smoke ]]; then
   context=512
   source=stdlib
@@ -69,7 +68,6 @@ if [[ $smoke ]]; then
   code=(--run-code --limit 16)
   flags=(@runs/cpu.args --steps 20 --eval-every 0 --save-every 10 --val-tokens 8192 "${flags[@]}")
   finetune=(--packs 1)
-  items=(--items 5)
   limit=(--limit 5)
 fi
 
@@ -128,12 +126,12 @@ elif [[ -z $data ]]; then
   fi
 fi
 if [[ ! -f $data/dataset.json ]]; then
-  echo "error: no dataset at $data; make one with data/pretrain.py --out $data, or leave --data out" >&2
+  echo "error: no dataset at $data; make one with data/pretrain.py --out $data, or run this without --data" >&2
   exit 1
 fi
 core=(--download)
 [[ -z $bundle ]] || core=(--bundle "$bundle")
-core+=("${items[@]}")
+core+=("${limit[@]}")
 if grep -q '"core/' "$data/dataset.json"; then
   echo "=== core: $data has the tasks"
 elif [[ $smoke && -z $bundle ]]; then

@@ -268,7 +268,7 @@ def test_one_graph(data, model, monkeypatch):
 def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
     """The first N items score alike in a full run, in a limited one, and in files that hold N items only."""
     root = shutil.copytree(data, tmp_path / "data")
-    assert python("data/core_tasks.py", "--bundle", bundle, "--data", root, "--items", 5).returncode == 0
+    assert python("data/core_tasks.py", "--bundle", bundle, "--data", root, "--limit", 5).returncode == 0
     for label in ("arc_easy", "squad", "agi_eval_lsat_ar"):
         full, scores = packed(model, data, label)
         for where in (data, root):

@@ -42,7 +42,7 @@ def test_profile(tmp_path):
     assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
     share = result["groups"]["elementwise kernels"]
     assert sum(result["groups"].values()) == pytest.approx(1) and share == result["sections"]["elementwise"]
-    assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
+    assert f"fraction of elementwise kernels: {share:.1%}\n" in done.stdout
 
 
 @pytest.mark.parametrize(("script", "recipe"), [*zip(bench.SCRIPTS, ("tiny", "cpu_medium"), strict=True)])

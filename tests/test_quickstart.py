@@ -168,7 +168,7 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
     scripts = ["data/pretrain.py", "train_small.py", "runs/sample.py", "runs/compressors.py"]
     assert [command.split()[0] for command in commands] == scripts and commands[1] == fresh
     assert installs(sandbox) == ["requirements-quickstart.txt"]
-    assert {"Report:  out/quickstart/report.md", "Picture: out/quickstart/curve.png"} <= {*done.stdout.splitlines()}
+    assert {"Report:  out/quickstart/report.md", "Plot:    out/quickstart/curve.png"} <= {*done.stdout.splitlines()}
     done, commands = start(sandbox, "quickstart.sh")
     assert "is already finished" in done.stdout and not any("train_small.py" in command for command in commands)
 

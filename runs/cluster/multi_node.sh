@@ -63,7 +63,7 @@ export SCRIPT=${SCRIPT:-train_small.py}
 nodes=${NODES:-1}
 head=${HEAD:-localhost:29400}
 case " $* " in *" --resume "*)
-  echo "error: multi_node.sh adds --resume where it is needed; leave it out" >&2
+  echo "error: multi_node.sh adds --resume where it is needed; remove it" >&2
   exit 2
   ;;
 esac

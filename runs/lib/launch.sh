@@ -7,7 +7,7 @@
 #     train train_small.py out/first @runs/cpu.args
 #     train runs/finetune.py out/first_sft out/first --packs 2
 #
-# If it fails, the last line is the sentence of the process that failed first.
+# If it fails, the last line is the error message of the process that failed first.
 
 source runs/lib/repeat_error.sh
 gpus=$(python -c "import torch; print(torch.cuda.device_count())")

@@ -1,9 +1,9 @@
 # Sourced by launch.sh and multi_node.sh.
 #
-# `repeat_error COMMAND...` runs torchrun. If a process failed, its sentence stands somewhere above torchrun's report; it
-# is repeated as the last line. SIGTERM goes on to torchrun.
+# `repeat_error COMMAND...` runs torchrun. If a process failed, its error message stands somewhere above torchrun's
+# report; it is repeated as the last line. SIGTERM goes on to torchrun.
 repeat_error() {
-  local log code=0 child tee sentence
+  local log code=0 child tee message
   log=$(mktemp)
   exec 9> >(exec tee "$log" >&2)
   tee=$!
@@ -18,9 +18,9 @@ repeat_error() {
   trap - TERM
   exec 9>&-
   wait "$tee" 2>/dev/null || true
-  sentence=$(grep '^error: ' "$log" | grep -v -m 1 'please report what follows') || true # what follows is a traceback
-  if ((code)) && [[ -n $sentence && $(tail -n 1 "$log") != "$sentence" ]]; then
-    echo "$sentence" >&2
+  message=$(grep '^error: ' "$log" | grep -v -m 1 'please report what follows') || true # what follows is a traceback
+  if ((code)) && [[ -n $message && $(tail -n 1 "$log") != "$message" ]]; then
+    echo "$message" >&2
   fi
   rm -f "$log"
   return "$code"
