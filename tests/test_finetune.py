@@ -254,7 +254,7 @@ def test_run_directory_is_complete(finished, base, data):
     split = json.loads((data / "dataset.json").read_text())["splits"]["sft_train"]
     counted, talks = split["counted_tokens"], split["conversations"]
     padding = 1 - (split["tokens"] - talks) / result["tokens"]
-    assert f"{counted:,} counted tokens in {talks:,} conversations, {padding:.1%} padding" in out and padding < 0.1
+    assert f"{counted:,} target tokens in {talks:,} conversations, {padding:.1%} padding" in out and padding < 0.1
     logged = [e for e in entries(run_dir) if "lr" in e]
     assert [e["lr"] for e in logged] == pytest.approx([0.8 * (1 - i / steps) for i in range(steps)])
     tokenizer = ts.Tokenizer(run_dir / "tokenizer.json")
