@@ -158,8 +158,8 @@ class Pretrained(OwnModel):
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
-            way = "pip install -r runs/huggingface/requirements-hf.txt"
-            raise RunError(f"{folder} needs transformers; {way}") from None
+            command = "pip install -r runs/huggingface/requirements-hf.txt"
+            raise RunError(f"{folder} needs transformers; {command}") from None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -205,7 +205,7 @@ def pretrained_folder(path: Path) -> Path | None:
 class Remote:
     """A server that speaks the OpenAI chat protocol."""
 
-    limit = None  # not known
+    limit = None  # unknown
 
     def __init__(self, url: str, args: argparse.Namespace):
         import openai
@@ -310,7 +310,8 @@ class Chat:
             return question
 
     def turn(self, text: str) -> bool:
-        """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
+        """Prints the answer to a message as it comes. Returns whether it is complete; without an answer
+        the message is removed."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None

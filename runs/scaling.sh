@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains train_medium.py in several sizes, then writes a table, fits and a picture (runs/lib/scaling_plot.py).
+# Trains train_medium.py in several sizes, then writes a table, fits and a figure (runs/lib/scaling_plot.py).
 #
 #     bash runs/scaling.sh miniseries      depths 8 to 20, each with the tokens, batch and rates that train_medium.py
 #                                          derives from its depth (8 tokens a weight): bits per byte over FLOPs
