@@ -290,7 +290,7 @@ class Chat:
         self.messages = []
 
     def history(self, messages: list[dict]) -> list[dict]:
-        """Messages behind the system text, if there is one."""
+        """Messages after the system text, if there is one."""
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def ask(self):
@@ -310,8 +310,7 @@ class Chat:
             return question
 
     def turn(self, text: str) -> bool:
-        """Prints the answer to a message as it comes. Returns whether it is complete; without an answer
-        the message is removed."""
+        """Prints the answer to a message as it comes; returns whether it is complete. An empty answer is not kept."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None

@@ -17,7 +17,7 @@ have the same reward teaches nothing. If no question of a step teaches anything,
 Muon's step would be as large without a gradient as with one. Rates are fractions of the pretraining rates and fall in a
 straight line to 0.
 
-The reward is 1 for the correct number behind ####; for a wrong one it is --partial-credit times the fraction of correct
+The reward is 1 for the correct number after ####; for a wrong one it is --partial-credit times the fraction of correct
 digits. An answer that does not end directly after its number is wrong: a model that was rewarded for the number alone
 forgot to stop. Held-out questions are answered before the first step, every --eval-every steps and at the end:
 greedily, and --eval-samples times at temperature 1 for pass@k.
@@ -116,7 +116,7 @@ class Task:
 
 
 def correct_digits(expected: str, text: str) -> float:
-    """Fraction of correct digits in the number behind ####, from the last on; 0 without a number."""
+    """Fraction of correct digits in the number after ####, from the last on; 0 without a number."""
     number = chat_tasks.number_in(text)
     if number is None:
         return 0.0

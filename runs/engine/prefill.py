@@ -97,7 +97,7 @@ class RingPlan(NamedTuple):
             return attention(q, k, v, 0)
         old_keys = keys[self.old_cells]
         packed_k = self.pack(old_keys, k)
-        packed_q = self.pack(old_keys, q)  # in place of queries whose results nobody reads
+        packed_q = self.pack(old_keys, q)  # old keys in place of old queries, whose results are dropped
         packed_v = self.pack(values[self.old_cells], v)
         return attention(packed_q, packed_k, packed_v, 0)[self.new_index]
 
@@ -125,7 +125,7 @@ class PrefillInputs(NamedTuple):
         return [*self[:-1], *(array for plan in self.plans for array in plan)]
 
     def flat(self) -> Tensor:
-        """All arrays behind each other, so that one copy brings them to the device."""
+        """All arrays in one, so that one copy brings them to the device."""
         return torch.from_numpy(np.concatenate(self.arrays()))
 
     def views(self, flat: Tensor) -> PrefillInputs:
@@ -290,7 +290,7 @@ def prefill(
     Args:    model: GPT of a script; slots[i] the slot of sequences[i], which are ids; num_cached[i] how many of them
              the slot already holds, fewer than all; layer_weights what model.layer_weights() gave, to save its time;
              run: run_prefill, perhaps compiled
-    Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
+    Returns: hidden states of the new ids of all sequences in turn, and of some padding (T, D)
     """
     inputs = prefill_inputs(model, cache, slots, num_cached, sequences)
     max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]

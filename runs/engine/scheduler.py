@@ -317,7 +317,7 @@ class Decoder:
         return completions
 
     def execute_model(self) -> Tensor:
-        """The logits (B, V) behind the input tokens, before masks and processors. The next call may overwrite them."""
+        """The logits (B, V) after the input tokens, before masks and processors. The next call may overwrite them."""
         batch = self.batch
         inputs = (self.decode_cache, batch.tokens, batch.prev_ids, batch.positions, self.layer_weights)
         logits = self.run_graph("logits", self.decode, self.model, *inputs)

@@ -81,11 +81,9 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
     full_momentum = base.momentum[1]
-    # Weights are averaged in pretraining only; medium models and scripts of older runs have no such field.
-    unaveraged = {"average": 0.0} if getattr(base, "average", 0.0) else {}
     return dataclasses.replace(
         base,
-        **unaveraged,
+        average=0.0,  # weights are averaged in pretraining only
         stages=((1.0, packs, lr),),
         max_epochs=1,
         # The rate falls from the first step to the last, down to 0.

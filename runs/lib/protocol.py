@@ -81,7 +81,7 @@ class Request:
     # For the model's thread: sequences without a slot, and how many have one.
     waiting: deque[Sequence] = field(default_factory=deque)
     num_running: int = 0
-    aborted: bool = False  # nobody waits for it any more
+    aborted: bool = False  # its client has disconnected
     arrival: float = field(default_factory=time.monotonic)
 
     error: APIError | None = None
@@ -410,7 +410,7 @@ class Answers:
         text = self.first_events()
         try:
             while True:
-                is_done = self.request.done()  # read first, as the model's thread goes on
+                is_done = self.request.done()  # read first, as the model's thread continues
                 text += "".join(self.new_events(sequence) for sequence in self.request.sequences)
                 if is_done:
                     break

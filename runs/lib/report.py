@@ -232,7 +232,7 @@ def sample_texts(run, command: str) -> list[str]:
         return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
     prompts = held_out_prompts(run)
     continuations = generate(prompts, seed=run.config.seed, **CONTINUATION)
-    # Together, because a character may begin in the prompt and end behind it.
+    # Together, because a character may begin in the prompt and end after it.
     return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, continuations, strict=True)]
 
 

@@ -144,7 +144,7 @@ class Worker(threading.Thread):
                 self.decoder.evict(0)
 
     def step(self) -> None:
-        """Drops sequences that nobody waits for, puts others into free slots, and makes one step."""
+        """Releases finished sequences, fills idle slots with waiting ones, and makes one step."""
         self.release_finished()
         with self.wake:
             self.preempt()
@@ -261,7 +261,7 @@ class Worker(threading.Thread):
     def deliver(self, outputs: list[engine.StepOutput]) -> None:
         """Gives the outputs of a step to their sequences, and notifies the event loop at each stream_interval.
 
-        The first and the last token of an answer do not wait. A client that does not stream hears of the end alone.
+        The first and the last token of an answer do not wait. A client that does not stream only gets the end.
         """
         urgent = set()
         for output in outputs:
