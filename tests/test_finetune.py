@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import sys
-import types
 from collections import Counter
 from pathlib import Path
 
