@@ -158,8 +158,8 @@ class Pretrained(OwnModel):
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
-            way = "pip install -r runs/huggingface/requirements-hf.txt"
-            raise RunError(f"{folder} needs transformers; {way}") from None
+            command = "pip install -r runs/huggingface/requirements-hf.txt"
+            raise RunError(f"{folder} needs transformers; {command}") from None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -205,7 +205,7 @@ def pretrained_folder(path: Path) -> Path | None:
 class Remote:
     """A server that speaks the OpenAI chat protocol."""
 
-    limit = None  # not known
+    limit = None  # unknown
 
     def __init__(self, url: str, args: argparse.Namespace):
         import openai
@@ -290,7 +290,7 @@ class Chat:
         self.messages = []
 
     def history(self, messages: list[dict]) -> list[dict]:
-        """Messages behind the system text, if there is one."""
+        """Messages after the system text, if there is one."""
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def ask(self):
@@ -310,7 +310,7 @@ class Chat:
             return question
 
     def turn(self, text: str) -> bool:
-        """Prints the answer to a message as it comes. Returns whether it is whole; a message without any is removed."""
+        """Prints the answer to a message as it comes; returns whether it is complete. An empty answer is not kept."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None

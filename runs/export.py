@@ -110,7 +110,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         rows=rows,
         scored=report.latest(entries).get("scored"),
         core=core,
-        has_picture=is_newest and (run_dir / "curve.png").is_file(),
+        has_figure=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,
     )
 

@@ -10,8 +10,8 @@ RUN comes first, then any training flags (`runs/finetune.py RUN --help` lists th
     --packs N       packs per step (default 8 for train_small.py, 16 for train_medium.py)
     --lr X          initial rate as a fraction of the pretraining rate (default 0.8 and 0.3)
 
-data/sft.py adds conversations to a dataset: RUN's own, or one with the same tokenizer given by --data. Only what the
-assistant writes counts in the loss. The script saved in RUN does the training, so the model is exactly the pretrained
+data/sft.py adds conversations to a dataset: RUN's own, or one with the same tokenizer given by --data. The loss mask
+has what the assistant writes. The script saved in RUN does the training, so the model is exactly the pretrained
 one. Bits per byte of held-out answers are logged before the first step. Talk to the model with runs/chat.py; score it
 with runs/chat_eval.py.
 """
@@ -59,17 +59,17 @@ class Conversations:
         paths = dataset.files(split, "sft")
         self.tokens = np.concatenate([dataset.read(path) for path in paths])
         masks = [dataset.read(path.with_suffix(".mask.bin")) for path in paths]
-        self.counted = np.concatenate(masks) == 1  # which tokens count as targets
+        self.loss_mask = np.concatenate(masks) == 1  # which tokens are targets
         starts = np.flatnonzero(self.tokens == self.bos_id)
-        self.borders = np.append(starts, len(self.tokens))
+        self.boundaries = np.append(starts, len(self.tokens))
 
         # The last token of a conversation is a target only.
-        lengths = np.diff(self.borders) - 1
-        most = config.max_seq_len
-        if lengths.max() > most:
-            wrong = f"a conversation of {lengths.max() + 1:,} tokens, but the model's context is {most:,}"
-            way = f"make shorter ones with python data/sft.py --max-len {most + 1}"
-            raise RunError(f"{dataset.root}/sft holds {wrong}; {way}")
+        lengths = np.diff(self.boundaries) - 1
+        limit = config.max_seq_len
+        if lengths.max() > limit:
+            problem = f"a conversation of {lengths.max() + 1:,} tokens, but the model's context is {limit:,}"
+            advice = f"make shorter ones with python data/sft.py --max-len {limit + 1}"
+            raise RunError(f"{dataset.root}/sft holds {problem}; {advice}")
         self.count = len(lengths)
         self.inputs = int(lengths.sum())  # tokens, padding excluded
 
@@ -83,9 +83,9 @@ class Conversations:
         self.reader_state = dict(reader_state)
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation, int32 (n,), and which of its n - 1 targets count, bool."""
-        start, end = self.borders[i : i + 2]
-        return self.tokens[start:end].astype(np.int32), self.counted[start + 1 : end]
+        """A conversation, int32 (n,), and the loss mask of its n - 1 targets, bool."""
+        start, end = self.boundaries[i : i + 2]
+        return self.tokens[start:end].astype(np.int32), self.loss_mask[start + 1 : end]
 
     def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The conversations of the next pack; none after the last one, to fill up the last step."""
@@ -123,8 +123,8 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     for name, old in settings.items():
         new = getattr(args, name, None)
         if new not in (None, old):
-            wrong = f"the run has {old}, the flags ask for {new}"
-            raise RunError(f"--resume cannot change {name}: {wrong}; omit it, or start a new run")
+            problem = f"the run has {old}, the flags ask for {new}"
+            raise RunError(f"--resume cannot change {name}: {problem}; omit it, or start a new run")
     config = script.resumed_config(args)
     return make_job(script, config, read_data(script.Dataset.open, config.data), settings)
 
@@ -139,16 +139,16 @@ def make_job(script: ModuleType, config, dataset, settings: dict):
             self.tokenizer = dataset.tokenizer
             self.config = dataclasses.replace(config, vocab_size=self.tokenizer.vocab_size)
             self.reader = conversations = Conversations(dataset, "train", self.config)
-            self.fingerprint = dataset.info.get("sft", {}).get("fingerprint", "")  # older datasets state none
+            self.fingerprint = dataset.info.get("sft", {}).get("fingerprint", "")  # older datasets have none
 
-            # An epoch ends with a whole step, which may hold empty packs.
+            # The last step of an epoch is filled up with empty packs.
             steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
             self.available = round(steps * config.step_tokens)
 
             padding = 1 - conversations.inputs * config.max_epochs / self.available
-            counted = conversations.tokens[conversations.counted]
-            self.bytes_per_token = int(self.tokenizer.token_bytes[counted].sum()) / len(counted)
-            notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
+            targets = conversations.tokens[conversations.loss_mask]
+            self.bytes_per_token = int(self.tokenizer.token_bytes[targets].sum()) / len(targets)
+            notes = f"{len(targets):,} target tokens in {conversations.count:,} conversations"
             self.note = f"{notes}, {padding:.1%} padding"
 
             held_out = Conversations(dataset, "val", self.config)
@@ -171,14 +171,14 @@ def script_directory(argv: list[str]) -> Path:
     """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", nargs="?")
-    known, _ = parser.parse_known_args(argv)
-    if "--resume" in argv and not known.run_dir:
+    args, _ = parser.parse_known_args(argv)
+    if "--resume" in argv and not args.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
     if "--resume" in argv:
-        return Path(known.run_dir)
+        return Path(args.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
-        way = "name it first, as in python runs/finetune.py RUN"
-        raise RunError(f"finetuning needs a run directory with a checkpoint to start from; {way}")
+        advice = "name it first, as in python runs/finetune.py RUN"
+        raise RunError(f"finetuning needs a run directory with a checkpoint to start from; {advice}")
     return Path(argv[0])
 
 

@@ -49,7 +49,7 @@ LATEX = [  # not $, which is money more often
     {"left": r"\(", "right": r"\)", "display": False},
 ]
 EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a short poem about a lighthouse."]
-# Otherwise a picture in an answer would be fetched from any host that the answer names.
+# Otherwise an image in an answer would be fetched from any host that the answer names.
 HEAD = """<meta http-equiv="Content-Security-Policy"
     content="default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:">"""
 STYLE = Path(__file__).with_name("lib") / "page.css"
@@ -99,7 +99,7 @@ class Answer:
                 self.in_call = in_call
             self.text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
 
-    def shown(self) -> str:
+    def markdown(self) -> str:
         return self.text + CALL_END if self.in_call else self.text
 
     def note(self, num_tokens: int, num_dropped: int) -> str:
@@ -129,16 +129,16 @@ async def stream_answer(create, fields: dict):
                 async for event in stream:
                     answer.add(event)
                     if event.usage:
-                        yield answer.shown(), answer.note(event.usage.completion_tokens, num_dropped), ""
+                        yield answer.markdown(), answer.note(event.usage.completion_tokens, num_dropped), ""
                     elif answer.text and time.monotonic() - last_shown > SHOW_SECONDS:
                         last_shown = time.monotonic()
-                        yield answer.shown(), "", ""
+                        yield answer.markdown(), "", ""
             return
         except openai.OpenAIError as error:
             is_full = getattr(error, "code", None) == "context_length_exceeded"
             shorter = drop_oldest(fields.get("messages", []))
             if not is_full or not shorter:
-                yield answer.shown(), "", error_message(error)
+                yield answer.markdown(), "", error_message(error)
                 return
             fields = fields | {"messages": shorter}
             num_dropped += 2

@@ -1,4 +1,4 @@
-"""Writes the report of run directories: report.md with a table, a picture of the curve, and samples.
+"""Writes the report of run directories: report.md with a table, the loss curve, and samples.
 
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch

@@ -7,19 +7,20 @@
 
 A step samples --samples answers to each of --prompts questions with the current weights, at temperature 1 from the
 whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the mean over the answers to the
-same question. As in nanochat there is no division by their spread, no reference model and no clipping. The loss is
+same question. As in nanochat there is no division by their standard deviation, no reference model and no clipping. The
+loss is
 
     sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
-over all GPUs. Tokens from the calculator were not sampled: they carry no gradient and are not counted. A question whose
-answers all have the same reward teaches nothing. If that is so for a whole step, the weights stay as they are, because
+over all GPUs. Tokens from the calculator were not sampled, so the loss leaves them out. A question whose answers all
+have the same reward teaches nothing. If no question of a step teaches anything, the weights stay as they are, because
 Muon's step would be as large without a gradient as with one. Rates are fractions of the pretraining rates and fall in a
 straight line to 0.
 
-The reward is 1 for the right number behind ####; for a wrong one it is --partial times the share of right digits. An
-answer that does not end right after its number is wrong: a model that was rewarded for the number alone forgot to stop.
-Held-out questions are answered before the first step, every --eval-every steps and at the end: greedily, and
---eval-samples times at temperature 1 for pass@k.
+The reward is 1 for the correct number after ####; for a wrong one it is --partial-credit times the fraction of correct
+digits. An answer that does not end directly after its number is wrong: a model that was rewarded for the number alone
+forgot to stop. Held-out questions are answered before the first step, every --eval-every steps and at the end:
+greedily, and --eval-samples times at temperature 1 for pass@k.
 
 The run directory is like that of finetuning, and its report shows the rewards, and answers before and after. FOLDER
 holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet. A model that was
@@ -55,39 +56,39 @@ from lib.command import RunError, add_flags, check_settings, read_flags, run_com
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
-NUMBER = re.compile(r"\s*[-+]?\$?[0-9,]*\.?[0-9]+\.?\s*")  # all that may stand behind ####
-# Most tokens of an answer; for addition they are multiplied by the digits of the sum.
+NUMBER = re.compile(r"\s*[-+]?\$?[0-9,]*\.?[0-9]+\.?\s*")  # all that may follow ####
+# Of an answer; for addition they are multiplied by the digits of the sum.
 MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
 
 class Settings(BaseModel):
-    """The settings of a run, from its flags; the entry "rl" of config.json."""
+    """The settings of a run, from its flags; entry "rl" of config.json."""
 
     source: str
     no_compile: bool = False
-    task: Literal[*MAX_TOKENS] = Field("addition", description="addition or gsm8k")
-    digits: int = Field(2, ge=1, le=18, description="in each number of addition")
+    task: Literal[*MAX_TOKENS] = Field("addition", description="task to train on, addition or gsm8k")
+    digits: int = Field(2, ge=1, le=18, description="digits of each number of an addition")
     files: str | None = Field(None, description="folder with the files of gsm8k, else downloaded")
-    steps: int = Field(250, ge=1, description="length of the run")
+    steps: int = Field(250, ge=1, description="steps of the run")
     prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
-    temperature: float = Field(1.0, gt=0, description="of the answers; only 1 is on-policy")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; only 1 is on-policy")
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
-    adam_lr: float = Field(0.02, gt=0, description="rate of the rest, likewise")
-    partial: float = Field(0.2, ge=0, lt=1, description="a wrong sum earns X times its right digits")
-    eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
-    eval_items: int = Field(200, ge=1, description="held-out questions")
-    eval_samples: int = Field(8, ge=0, description="answers to each for pass@k, 0: none")
+    adam_lr: float = Field(0.02, gt=0, description="learning rate of all else, likewise")
+    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its correct digits")
+    eval_every: int = Field(50, ge=0, description="steps between evaluations, 0: only before and after")
+    eval_examples: int = Field(200, ge=1, description="held-out questions")
+    eval_samples: int = Field(8, ge=0, description="answers to each held-out question for pass@k, 0: none")
     save_every: int = Field(0, ge=0, description="steps between checkpoints, 0: only at the end")
     log_every: int = Field(1, ge=1, description="steps between lines of the log")
-    rows: int = Field(256, ge=1, description="answers to sample at a time")
-    seed: int = Field(0, ge=0, description="of questions and answers")
+    max_num_seqs: int = Field(256, ge=1, description="maximum number of answers that decode together")
+    seed: int = Field(0, ge=0, description="seed of questions and answers")
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="finetuned run to start from")
-    parser.add_argument("--no-compile", action="store_true", help="quicker start")
+    parser.add_argument("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower steps")
     add_flags(parser, Settings.model_fields)
 
 
@@ -104,7 +105,7 @@ from lib.chat_tasks import Example, complete, sft
 class Task:
     """Questions, and what an answer is worth."""
 
-    train: Callable[[int, int], Example]  # (step, place in the step) -> a question to train on
+    train: Callable[[int, int], Example]  # (step, index in the step) -> a question to train on
     test: list[Example]
     reward: Callable[[Example, str], float]
     tools: bool  # whether the calculator may be used
@@ -114,17 +115,17 @@ class Task:
 # ---- tasks
 
 
-def digits_right(expected: str, text: str) -> float:
-    """Share of right digits in the number behind ####, from the last on; 0 without a number."""
+def correct_digits(expected: str, text: str) -> float:
+    """Fraction of correct digits in the number after ####, from the last on; 0 without a number."""
     number = chat_tasks.number_in(text)
     if number is None:
         return 0.0
-    found = str(number)
-    pairs = zip(reversed(expected), reversed(found), strict=False)
-    return sum(a == b for a, b in pairs) / max(len(expected), len(found))
+    digits = str(number)
+    pairs = zip(reversed(expected), reversed(digits), strict=False)
+    return sum(a == b for a, b in pairs) / max(len(expected), len(digits))
 
 
-def sum_item(a: int, b: int) -> Example:
+def sum_example(a: int, b: int) -> Example:
     question, _ = sft.addition_texts(a, b)
     return Example(question, str(a + b), chat_tasks.same_number(f"#### {a + b}"))
 
@@ -132,62 +133,62 @@ def sum_item(a: int, b: int) -> Example:
 def addition_task(settings: Settings) -> Task:
     def train(step: int, place: int) -> Example:
         rng = random.Random(f"{settings.seed} {step} {place}")
-        return sum_item(*sft.random_sum(rng, settings.digits, "train"))
+        return sum_example(*sft.random_sum(rng, settings.digits, "train"))
 
-    def reward(item: Example, text: str) -> float:
-        if item.is_correct(text):
+    def reward(example: Example, text: str) -> float:
+        if example.is_correct(text):
             return 1.0
-        return settings.partial * digits_right(item.expected, text)
+        return settings.partial_credit * correct_digits(example.expected, text)
 
-    rng = random.Random(0)  # not the seed of the run: the test is always the same
-    pairs = [sft.random_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_items)]
+    rng = random.Random(0)  # not the seed of the run: held-out questions are always the same
+    pairs = [sft.random_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_examples)]
     unique = list(dict.fromkeys(pairs))
-    test = [sum_item(*pair) for pair in unique[: settings.eval_items]]
+    test = [sum_example(*pair) for pair in unique[: settings.eval_examples]]
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
 def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
-    """Grade-school problems; `fits` tells whether the context has room for a question."""
+    """Grade-school problems; `fits` tells whether a question leaves the context enough tokens for an answer."""
     folder = Path(settings.files) if settings.files else None
-    train_items = [item for item in chat_tasks.read_task("gsm8k", folder, part="train") if fits(item.question)]
-    test_items = [item for item in chat_tasks.read_task("gsm8k", folder) if fits(item.question)]
-    if not train_items or not test_items:
+    train_examples = [e for e in chat_tasks.read_task("gsm8k", folder, part="train") if fits(e.question)]
+    test_examples = [e for e in chat_tasks.read_task("gsm8k", folder) if fits(e.question)]
+    if not train_examples or not test_examples:
         wanted = "gsm8k*train* and gsm8k*test* with questions that fit the model's context"
         raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs {wanted}")
 
     def train(step: int, place: int) -> Example:
-        count = len(train_items)
+        count = len(train_examples)
         epoch, index = divmod(step * settings.prompts + place, count)
         order = np.random.default_rng([settings.seed, epoch]).permutation(count)
-        return train_items[order[index]]
+        return train_examples[order[index]]
 
-    reward = lambda item, text: float(item.is_correct(text))
-    return Task(train, test_items[: settings.eval_items], reward, True, MAX_TOKENS["gsm8k"])
+    reward = lambda example, text: float(example.is_correct(text))
+    return Task(train, test_examples[: settings.eval_examples], reward, True, MAX_TOKENS["gsm8k"])
 
 
-# ---- answers and what they are worth
+# ---- answers and their rewards
 
 
 @dataclass(frozen=True)
 class Rollout:
     tokens: list[int]  # the prompt, the answer, and the token that ended it
-    sampled: list[bool]  # for each token but the first: whether the model sampled it, so can learn from it
+    sampled: list[bool]  # the loss mask of all tokens but the first: whether the model sampled each
     reward: float
     advantage: float
 
 
 def ends(completion: engine.Completion, text: str) -> bool:
-    """Whether an answer ended by itself right behind its number; one that does not is wrong."""
+    """Whether an answer ended by itself directly after its number; one that does not is wrong."""
     number = text.partition("####")[2]
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def judge(task: Task, tokenizer, item: Example, completions: list) -> list[Rollout]:
+def grade(task: Task, tokenizer, example: Example, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
     for completion in completions:
         text = tokenizer.decode(completion.tokens)
-        rewards.append(task.reward(item, text) * ends(completion, text))
+        rewards.append(task.reward(example, text) * ends(completion, text))
     mean = sum(rewards) / len(rewards)
     differ = max(rewards) > min(rewards)  # the mean of equal rewards may be rounded
 
@@ -207,46 +208,43 @@ def judge(task: Task, tokenizer, item: Example, completions: list) -> list[Rollo
 
 
 def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> tuple:
-    """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one.
+    """The rollouts that have an advantage, as one or more micro-batches of `packs` packs; empty packs fill up the last.
 
     Returns: the script's Batch; fp32 (P, pack_tokens), the advantage of the answer that a target is in
     """
     rollouts = [r for r in rollouts if r.advantage]
-    rows = [[]]
+    members = [[]]  # of each pack
     if rollouts:
         lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
-    while len(rows) % packs:
-        rows.append([])
+        members = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
+    while len(members) % packs:
+        members.append([])
 
-    batch = script.empty_packs(len(rows), config, bos_id)
-    weights = torch.zeros(batch.tokens.shape)
-    for row, members in enumerate(rows):
+    batch = script.empty_packs(len(members), config, bos_id)
+    advantages = torch.zeros(batch.tokens.shape)
+    for pack, indices in enumerate(members):
         documents = []
         start = 0
-        for i in members:
+        for i in indices:
             rollout = rollouts[i]
             end = start + len(rollout.sampled)
-            weights[row, start:end] = rollout.advantage
+            advantages[pack, start:end] = rollout.advantage
             start = end
             documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.sampled)))
-        script.fill_pack(batch, row, documents)
-    return batch, weights
+        script.fill_pack(batch, pack, documents)
+    return batch, advantages
 
 
-def backward(script, state, batch, weights: torch.Tensor, sampled: int) -> torch.Tensor:
-    """Adds the gradient of sum(advantage * nats) / sampled tokens of this rank's packs.
-
-    Returns: the sum of nats, without weights, 0-D
-    """
+def backward(script, state, batch, advantages: torch.Tensor, sampled: int) -> torch.Tensor:
+    """Adds the gradient of sum(advantage * nats) / sampled tokens of this rank's packs; returns the sum of nats."""
     device = state.ranks.device
     total_nats = torch.zeros((), device=device)
     factor = torch.full_like(total_nats, state.loss_scale / sampled)
     tables = [[] for _ in script.ngram_tables(state.model)]
     micro_batches = batch.micro_batches(state.micro_packs, device)
-    for micro_batch, weight in zip(micro_batches, weights.split(state.micro_packs), strict=True):
-        nats, gradients = script.micro_step(state, micro_batch, factor, weight.flatten().to(device))
+    for micro_batch, weights in zip(micro_batches, advantages.split(state.micro_packs), strict=True):
+        nats, gradients = script.micro_step(state, micro_batch, factor, weights.flatten().to(device))
         total_nats += nats
         for collected, gradient in zip(tables, gradients, strict=True):
             collected.append(gradient)
@@ -255,12 +253,12 @@ def backward(script, state, batch, weights: torch.Tensor, sampled: int) -> torch
 
 
 def policy_gradient_step(script, state, batch) -> torch.Tensor:
-    """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
+    """One optimizer step on the answers of all ranks; this rank's part of the mean nats."""
     step = state.step
     state.step += 1
-    if not batch.notes["useful"]:
+    if not batch.notes["frac_groups_with_signal"]:
         return torch.zeros((), device=state.ranks.device)
-    nats = backward(script, state, batch, batch.weights, batch.total_tokens)
+    nats = backward(script, state, batch, batch.advantages, batch.total_tokens)
     state.optimizer.step(script.lr_multiplier(state.config, step), script.muon_momentum(state.config, step))
     targets = sum(state.ranks.gather(batch.total_targets))
     return nats / max(targets, 1)
@@ -283,88 +281,98 @@ class RolloutLoader:
     generator: Any
 
     def close(self) -> None:
-        """Part of what the loop asks of a loader; here there is nothing to end."""
+        """The loop calls this at the end; there is nothing to end."""
 
     def next(self):
-        """The Batch of the next step: samples and judges answers."""
+        """The Batch of the next step: samples and grades answers."""
         start = time.perf_counter()
         settings = self.settings
         state = self.state
         ranks = state.ranks
-        groups = []  # the answers to one question stay on one rank
+        examples = []  # the answers to one question stay on one rank
+        completions = []  # the group of each example
         for place in range(ranks.rank, settings.prompts, ranks.world):
-            item = self.task.train(state.step, place)
+            examples.append(self.task.train(state.step, place))
             seeds = [seed_of("train", settings.seed, state.step, place, k) for k in range(settings.samples)]
-            groups.append((item, self.ask(item, seeds, settings.temperature)))
-        complete(self.generator, [c for _, completions in groups for c in completions])
-        judged = [judge(self.task, self.tokenizer, *group) for group in groups]
-        rollouts = [rollout for group in judged for rollout in group]
+            completions.append(self.new_completions(examples[-1], seeds, settings.temperature))
+        complete(self.generator, [completion for group in completions for completion in group])
+        pairs = zip(examples, completions, strict=True)
+        groups = [grade(self.task, self.tokenizer, example, group) for example, group in pairs]
+        rollouts = [rollout for group in groups for rollout in group]
 
         # Sums over all ranks decide for all of them whether there is anything to learn.
         sums = [
             sum(sum(r.sampled) for r in rollouts),
             sum(r.reward for r in rollouts),
             sum(r.reward == 1 for r in rollouts),
-            sum(any(r.advantage for r in group) for group in judged),
+            sum(any(r.advantage for r in group) for group in groups),
         ]
-        sampled, reward, right, useful = sum(ranks.gather(np.array(sums, float))).tolist()
-        inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
-        batch, batch.weights = pack_rollouts(self.script, *inputs)
-        batch.total_tokens = int(sampled)
+        num_sampled, reward, num_correct, num_signal = sum(ranks.gather(np.array(sums, float))).tolist()
+        bos_id = self.tokenizer.bos_id
+        batch, advantages = pack_rollouts(self.script, state.config, bos_id, rollouts, state.micro_packs)
+        batch.advantages = advantages
+        batch.total_tokens = int(num_sampled)
         count = settings.prompts * settings.samples
         batch.notes = {
             "reward": reward / count,
-            "right": right / count,
-            "useful": useful / settings.prompts,
-            "draw_seconds": time.perf_counter() - start,
+            "accuracy": num_correct / count,
+            "frac_groups_with_signal": num_signal / settings.prompts,
+            "rollout_seconds": time.perf_counter() - start,
         }
         return batch
 
-    def ask(self, item: Example, seeds, temperature: float) -> list[engine.Completion]:
+    def new_completions(self, example: Example, seeds: list[int], temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
-        prompt = chat_format.question_ids(self.tokenizer, item.question)
-        options = {"max_tokens": self.task.max_tokens, "temperature": temperature, "tools": self.task.tools}
-        options |= {"top_k": 0, "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],)}
+        prompt = chat_format.question_ids(self.tokenizer, example.question)
+        options = {
+            "max_tokens": self.task.max_tokens,
+            "temperature": temperature,
+            "top_k": 0,
+            "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],),
+            "tools": self.task.tools,
+        }
         return [engine.Completion(prompt, seed=seed, **options) for seed in seeds]
 
 
-# ---- the test
+# ---- evaluation
 
 
-def held_out_scores(rollouts: RolloutLoader) -> tuple[dict[str, float], list[dict]]:
+def evaluate_held_out(rollouts: RolloutLoader) -> tuple[dict[str, float], list[dict]]:
     """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
-    items = rollouts.task.test
+    examples = rollouts.task.test
     n = rollouts.settings.eval_samples
     ranks = rollouts.state.ranks
-    # Each rank has a run of questions, so the report's are the first for any number of ranks.
-    share = -(-len(items) // ranks.world)
-    mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
+    # Each rank has questions in a row, so the report's are the first for any number of ranks.
+    per_rank = math.ceil(len(examples) / ranks.world)
+    mine = range(len(examples))[ranks.rank * per_rank : (ranks.rank + 1) * per_rank]
     groups = []
     for i in mine:
-        greedy = rollouts.ask(items[i], [0], 0.0)
-        groups.append(greedy + rollouts.ask(items[i], [seed_of("test", i, k) for k in range(n)], 1.0))
+        greedy = rollouts.new_completions(examples[i], [0], 0.0)
+        seeds = [seed_of("test", i, k) for k in range(n)]
+        groups.append(greedy + rollouts.new_completions(examples[i], seeds, 1.0))
     note = "held-out questions" if ranks.is_main else ""
     complete(rollouts.generator, [completion for group in groups for completion in group], note)
 
-    right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the sampled ones
+    num_correct = np.zeros((2, len(examples)), np.int64)  # of the greedy answer, of the sampled ones
     answers = []
     for i, group in zip(mine, groups, strict=True):
-        greedy, *sampled = judge(rollouts.task, rollouts.tokenizer, items[i], group)
-        right[i] = greedy.reward == 1, sum(r.reward == 1 for r in sampled)
-        answer = {"question": items[i].question, "expected": items[i].expected}
-        answer["answer"] = rollouts.tokenizer.decode(group[0].tokens)
-        answers.append(answer | {"reward": greedy.reward})
-    greedy, sampled = sum(ranks.gather(right)).T
-    found = {"greedy": float(greedy.mean())}
+        greedy, *sampled = grade(rollouts.task, rollouts.tokenizer, examples[i], group)
+        num_correct[0, i] = greedy.reward == 1
+        num_correct[1, i] = sum(r.reward == 1 for r in sampled)
+        text = rollouts.tokenizer.decode(group[0].tokens)
+        answer = {"question": examples[i].question, "expected": examples[i].expected}
+        answers.append(answer | {"answer": text, "reward": greedy.reward})
+    greedy, sampled = sum(ranks.gather(num_correct))
+    scores = {"greedy": float(greedy.mean())}
     for exponent in range(n.bit_length()):
         k = 2**exponent
-        found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
-    return found, answers[:SHOWN]
+        scores[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
+    return scores, answers[:SHOWN]
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-    """Probability that k of n answers hold a right one: the unbiased estimate of the Codex paper (arXiv 2107.03374)."""
-    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n answers hold a correct one: the unbiased estimate of arXiv 2107.03374."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 # ---- the run
@@ -388,13 +396,13 @@ def rl_config(script, checkpoint: Path, settings: Settings):
 
 
 def make_job(script, home: Path, settings: Settings, resume: bool):
-    """Reinforcement, as a kind of the script's pretraining; home is the run to start from or to resume."""
+    """RL, as a kind of the script's pretraining; home is the run to start from or to resume."""
     checkpoint = newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
     chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
-        raise RunError(f"{home} was not finetuned, so none of its answers would be right; start from a finetuned run")
+        raise RunError(f"{home} was not finetuned, so none of its answers would be correct; start from a finetuned run")
 
     def fits(question: str) -> bool:
         return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
@@ -402,7 +410,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     task = addition_task(settings) if settings.task == "addition" else gsm8k_task(settings, fits)
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
 
-    class Reinforcement(script.Pretraining):
+    class ReinforcementLearning(script.Pretraining):
         command = "rl"
         bytes_per_token = math.inf  # nothing to state in bits per byte
 
@@ -425,27 +433,27 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             return True
 
         def loader(self, run):
-            generator = engine.Generator(run.state.model, tokenizer, num_slots=settings.rows)
+            generator = engine.Generator(run.state.model, tokenizer, num_slots=settings.max_num_seqs)
             return RolloutLoader(script, settings, task, tokenizer, run.state, generator)
 
         def step(self, state, batch):
             return policy_gradient_step(script, state, batch)
 
         def evaluate(self, run) -> dict[str, float]:
-            found, answers = held_out_scores(run.loader)
+            scores, answers = evaluate_held_out(run.loader)
             run.log.write({"step": run.state.step, "answers": answers})
-            if run.state.step == 0 and not any(found.values()):
-                way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
-                run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
-            return found
+            if run.state.step == 0 and not any(scores.values()):
+                advice = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
+                run.log.say(f"no answer is correct, so there may be nothing to learn from: {advice}")
+            return scores
 
         def flops(self, positions) -> float:
-            return 0.0  # of sampling, nobody has counted them
+            return 0.0  # those of sampling are unknown
 
         def seconds_left(self, run, entry: dict) -> float:
             return (settings.steps - run.state.step) * entry["step_ms"] / 1e3
 
-    return Reinforcement()
+    return ReinforcementLearning()
 
 
 # ---- the command line

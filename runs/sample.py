@@ -46,7 +46,7 @@ import torch
 from engine.prefill import prefill
 
 CHECKED_TOKENS = 32
-# Largest difference between the logits of decode and forward, relative to the spread of the logits. Models of random
+# Largest difference between the logits of decode and forward, relative to their standard deviation. Models of random
 # weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1, but a missing key offset as little as
 # 1e-2, which only fp32 can tell from rounding.
 EXACT_TOLERANCE = 1e-3
@@ -77,7 +77,7 @@ def check(run: engine.Run) -> dict:
 
 @torch.no_grad()
 def decoding_error(model, tokenizer) -> float:
-    """Root mean square difference of the logits of decode and forward, relative to their spread.
+    """Root mean square difference of the logits of decode and forward, relative to their standard deviation.
 
     A third of CHECKED_TOKENS random ids is prefilled into an empty slot, then another third behind it, and the others
     are decoded one by one. NaN if any logit is not finite.
@@ -109,9 +109,9 @@ def decoding_error(model, tokenizer) -> float:
 
     expected = expected[second:, :vocab_size].double()
     decoded = torch.cat(decoded)[:, :vocab_size].double()
-    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
+    std = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
     difference = (decoded - expected).square().mean().sqrt()
-    return (difference / spread.clamp(min=1e-30)).item()
+    return (difference / std.clamp(min=1e-30)).item()
 
 
 def sample(run: engine.Run, args: argparse.Namespace) -> dict:

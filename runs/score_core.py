@@ -126,7 +126,7 @@ def score_run(args: argparse.Namespace) -> dict:
     bos_id = dataset.tokenizer.bos_id
     max_seq_len = model.config.max_seq_len
     size = args.batch_tokens or default_batch_tokens(ranks.device)
-    size = max(size, 2 * max_seq_len)  # room for a choice and its targets
+    size = max(size, 2 * max_seq_len)  # a choice and its targets fit
     score = scorer(model, ranks.device.type == "cuda" and not args.no_compile)
 
     ranks.sync()

@@ -77,7 +77,7 @@ import prometheus_client as prometheus
 import uvicorn
 from lib.chat_format import is_chat_run
 from lib.command import RunError, error_message, first_line, print_note
-from lib.protocol import APIError, Protocol, Request, answers_to, shorten
+from lib.protocol import APIError, ChatAnswers, ChatFields, Protocol, Request, TextAnswers, shorten
 from lib.web_origin import foreign_host, foreign_origin
 from lib.worker import Worker
 from starlette.applications import Starlette
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self.hosts = {args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
         self.origins = [origin.rstrip("/") for origin in args.allow_origin]
         routes = self.routes()
-        self.paths = {route.path for route in routes}  # that are counted by name
+        self.paths = {route.path for route in routes}  # labels of /metrics
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, exception_handlers=handlers)
         app = CORSMiddleware(self.gate, allow_origins=self.origins, allow_methods=["*"], allow_headers=["*"])
@@ -174,13 +174,13 @@ class Server(uvicorn.Server):
         path = scope["path"]
         label = path if path in self.paths else "other"
 
-        async def counting(message) -> None:
+        async def send_and_count(message) -> None:
             if message["type"] == "http.response.start":
                 self.worker.metrics.requests.labels(label, message["status"]).inc()
             await send(message)
 
         refusal = self.check(HTTPRequest(scope).headers, path)
-        await (refusal.response() if refusal else self.app)(scope, receive, counting)
+        await (refusal.response() if refusal else self.app)(scope, receive, send_and_count)
 
     def check(self, headers, path: str) -> APIError | None:
         """The refusal of a request with these headers, or None if it may pass."""
@@ -229,7 +229,8 @@ class Server(uvicorn.Server):
         """Has the model answer a request, and sends the answers. Raises: APIError, before it sends"""
         self.worker.submit(request)
         watching = asyncio.ensure_future(self.watch(receive, request))
-        answers = answers_to(request, self.name, self.tokenizer)
+        form = ChatAnswers if isinstance(request.fields, ChatFields) else TextAnswers
+        answers = form(request, self.name, self.tokenizer)
         try:
             await request.wait()  # an error now is still a plain error
             if request.fields.stream:
@@ -240,7 +241,7 @@ class Server(uvicorn.Server):
             while not request.done():
                 await request.wait()
             # In a thread, since the JSON of many logprobs takes seconds.
-            response = await asyncio.to_thread(lambda: JSONResponse(answers.whole()))
+            response = await asyncio.to_thread(lambda: JSONResponse(answers.body()))
             await response(scope, receive, send)
         finally:
             watching.cancel()

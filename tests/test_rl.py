@@ -29,7 +29,7 @@ from tiny import ROOT, TINY
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
         "window_long": 32}  # fmt: skip
-FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-items", "12", "--eval-samples", "4")
+FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-examples", "12", "--eval-samples", "4")
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,7 @@ def greedy(now) -> float:
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
     items = [rl.Example(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
     task = dataclasses.replace(now.task, test=items)
-    return rl.held_out_scores(dataclasses.replace(now, task=task))[0]["greedy"]
+    return rl.evaluate_held_out(dataclasses.replace(now, task=task))[0]["greedy"]
 
 
 def take_step(now) -> ts.Batch:
@@ -97,7 +97,7 @@ def test_it_learns(setup):
     before = greedy(now)
     for _ in range(36):
         answers = take_step(now)
-    assert now.state.step == 36 and answers.notes["useful"] > 0.3
+    assert now.state.step == 36 and answers.notes["frac_groups_with_signal"] > 0.3
     assert greedy(now) >= before + 0.1
 
 
@@ -167,14 +167,14 @@ def test_forced_tokens_and_the_end_mark(setup):
         forced = [i == 1 for i in range(len(tokens))]
         answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, stop_token=end))
     item = rl.Example("", "7", chat_tasks.same_number("#### 7"))
-    found = rl.judge(task, generator.tokenizer, item, answers)
+    found = rl.grade(task, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
     assert found[0].sampled == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
     assert found[1].sampled == found[0].sampled[:-1]
-    same = rl.judge(task, generator.tokenizer, item, answers[1:])
+    same = rl.grade(task, generator.tokenizer, item, answers[1:])
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
@@ -201,9 +201,9 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
         return answers
 
     answers = fill([engine.Completion([1]) for _ in worth])
-    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
+    assert [r.reward for r in rl.grade(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
-    found, answers = rl.held_out_scores(now)
+    found, answers = rl.evaluate_held_out(now)
     assert found["greedy"] == 4 / len(worth)
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
 
@@ -220,7 +220,7 @@ def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     for _ in range(2):
         take_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
-    rl.held_out_scores(now)
+    rl.evaluate_held_out(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6 + 12 * 4
 
 
@@ -237,9 +237,11 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     step = now.state.optimizer.step
     monkeypatch.setattr(now.state.optimizer, "step", lambda lr, *more: (rates.append(lr), step(lr, *more))[1])
     found = [take_step(now) for _ in range(4)]
-    assert [total for total, _ in seen] == [answers.total_tokens for answers in found if answers.notes["useful"]]
+    has_signal = [answers.notes["frac_groups_with_signal"] > 0 for answers in found]
+    expected = [answers.total_tokens for answers, signal in zip(found, has_signal, strict=True) if signal]
+    assert [total for total, _ in seen] == expected
     assert any(targets < total for total, targets in seen), "some question should be answered alike"
-    expected = [1 - i / 4 for i, answers in enumerate(found) if answers.notes["useful"]]
+    expected = [1 - i / 4 for i, signal in enumerate(has_signal) if signal]
     assert rates == pytest.approx(expected)
 
 
@@ -251,13 +253,13 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     now.task = dataclasses.replace(now.task, reward=lambda item, text: 0.5)
     monkeypatch.setattr(rl, "ends", lambda completion, text: True)
     answers = take_step(now)
-    assert not answers.notes["useful"] and answers.notes["reward"] == 0.5 and now.state.step == 2
+    assert not answers.notes["frac_groups_with_signal"] and answers.notes["reward"] == 0.5 and now.state.step == 2
     assert all(map(torch.equal, before, now.state.model.parameters()))
 
 
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
-    settings = settings_of("x", "--digits", "2", "--partial", "0.3")
+    settings = settings_of("x", "--digits", "2", "--partial-credit", "0.3")
     task = rl.addition_task(settings)
     item = rl.Example("", "132", chat_tasks.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
@@ -311,7 +313,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
         (rl.main, ["--resume", "--run-dir", source], "is a run of runs/finetune.py; continue it with"),
-        (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so none of its answers would be right"),
+        (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so none of its answers would be correct"),
         (rl.main, [], "the following arguments are required: RUN"),
         (ts.main, resume, "python runs/rl.py --resume"),
     ):

@@ -211,8 +211,8 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     documents = [data.texts[i] for i in task.documents]
     queries = [data.texts[i] for i in task.relevant]
-    found = ranking_scores(task, bm25(documents, queries))
-    return {f"bm25_{name}": score for name, score in found.items()}
+    scores = ranking_scores(task, bm25(documents, queries))
+    return {f"bm25_{name}": score for name, score in scores.items()}
 
 
 # ---- one step
@@ -246,7 +246,7 @@ def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
     """All `count` rows; rank r holds every world-th, starting at r. Without gradient."""
     if ranks.world == 1:
         return part_ND.detach()
-    part_size = -(-count // ranks.world)
+    part_size = math.ceil(count / ranks.world)
     padded = F.pad(part_ND.detach(), (0, 0, 0, part_size - len(part_ND))).contiguous()
     parts = [torch.empty_like(padded) for _ in range(ranks.world)]
     dist.all_gather(parts, padded)
@@ -372,8 +372,8 @@ class ContrastiveFinetuning(script.Pretraining):
         self.train = read_pairs(settings.pairs, settings.negatives)
         self.held_out = read_pairs(settings.val_pairs, settings.negatives)
         if len(self.train.pairs) < settings.batch:
-            found = f"{settings.pairs} holds {len(self.train.pairs):,} pairs but a step takes {settings.batch:,}"
-            raise RunError(f"{found}; lower --batch, or make more pairs")
+            problem = f"{settings.pairs} holds {len(self.train.pairs):,} pairs but a step takes {settings.batch:,}"
+            raise RunError(f"{problem}; lower --batch, or make more pairs")
         for data in (self.train, self.held_out):
             data.tokenize(tokenizer, settings.max_len)
         self.baseline = bm25_scores(self.held_out)

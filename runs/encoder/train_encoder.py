@@ -76,8 +76,8 @@ class MaskedPacks(script.PackLoader):
 
     def batch(self, step: int):
         """This rank's packs. Every rank reads and masks all of them."""
-        whole = super().batch(step)
-        masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
+        batch = super().batch(step)
+        masked = mask_tokens(batch, self.config, self.is_text_V, [self.config.seed, step])
         return script.share_of_rank(masked, 1, self.sharing)
 
 
@@ -104,8 +104,8 @@ def pretrain(args: argparse.Namespace) -> dict:
     if config.width % config.head_dim or config.head_dim % 2:
         raise RunError(f"--width {config.width} must be a multiple of an even --head-dim, found {config.head_dim}")
     if config.max_seq_len > config.pack_tokens:
-        found = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
-        raise RunError(f"{found}, but a document must fit into a pack; change one of them")
+        problem = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
+        raise RunError(f"{problem}, but a document must fit into a pack; change one of them")
     return script.train(MaskedPretraining(config, read_data(script.Dataset.open, config.data)), args)
 
 

@@ -17,7 +17,7 @@ MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a sh
 class KVCache:
     """Keys and values of every attention layer. A slot holds one sequence, in a ring of cells for each layer.
 
-    A ring has room for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
+    A ring has cells for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
     Keys are stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the
     next one, or max_len + 1 if that is less.
 
@@ -37,8 +37,9 @@ class KVCache:
     def empty(model, num_slots: int, max_len: int) -> KVCache:
         """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
-        ring_sizes = [min(window + 2, max_len + 1) for window in model.windows]
-        ring_sizes.append(min(2 * config.window_short + 2, 2 * max_len + 1))
+        max_rows = (max_len, max_len, 2 * max_len)  # of a sequence
+        pairs = zip(ring_windows(model), max_rows, strict=True)
+        ring_sizes = tuple(min(window + 2, count + 1) for window, count in pairs)
         keys = {}
         values = {}
         for layer in config.attention_layers:
@@ -46,10 +47,10 @@ class KVCache:
             shape = (num_slots, ring_sizes[ring_kind(config, layer)], heads, config.head_dim)
             keys[layer] = model.embed.new_zeros(shape)
             values[layer] = model.embed.new_zeros(shape)
-        return KVCache(keys, values, tuple(ring_sizes))
+        return KVCache(keys, values, ring_sizes)
 
     def rings(self) -> list[Tensor]:
-        """Those of all layers, for keys and for values."""
+        """The rings of keys of all layers, then those of values."""
         return [*self.keys.values(), *self.values.values()]
 
     def first_slots(self, count: int) -> KVCache:
@@ -76,8 +77,13 @@ class KVCache:
                 ring[target] = ring[source]
 
 
+def ring_windows(model) -> tuple[int, int, int]:
+    """How many rows back a layer sees: with a short and with a long window, and a paired one."""
+    return (*model.windows, 2 * model.config.window_short)
+
+
 def ring_kind(config, layer: int) -> int:
-    """Which of KVCache.ring_sizes a layer has."""
+    """Which of ring_windows and KVCache.ring_sizes a layer has."""
     return 2 if layer in config.paired_layers else int(layer in config.long_layers)
 
 
@@ -102,8 +108,8 @@ class PrefixCache:
 
     An idle slot keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
     Behind the slots of requests come shared ones, for prefixes of several sequences, such as a system prompt; a
-    sequence with such a prefix starts as a copy of the slot. What a slot holds is used whole or not at all, since a
-    ring only has the end.
+    sequence with such a prefix starts as a copy of the slot. Of what a slot holds, all is used or nothing, since a ring
+    only has the end.
     """
 
     def __init__(self, num_slots: int, num_shared: int):
@@ -127,25 +133,25 @@ class PrefixCache:
             return []
         new_prefixes = []
         sources = set()
-        earlier = self.tokens[: self.num_slots]  # sequences
+        sequences = self.tokens[: self.num_slots]  # what slots hold, then the new sequences before this one
         for plan in plans:
-            source = max(self.shared, key=lambda shared: self.match(shared, plan.ids))
-            num_shared = self.match(source, plan.ids)
+            source = max(self.shared, key=lambda slot: self.match(slot, plan.ids))
+            num_matched = self.match(source, plan.ids)
 
-            # If an earlier sequence has many more ids in common, these become a shared prefix of their own.
-            common = max(len(commonprefix([plan.ids, other])) for other in earlier)
-            earlier.append(plan.completion.all_tokens())
+            # If another sequence has many more ids in common, these become a shared prefix of their own.
+            num_common = max(len(commonprefix([plan.ids, other])) for other in sequences)
+            sequences.append(plan.completion.all_tokens())
             oldest = self.shared[0]
-            is_longer = common >= max(plan.num_cached, num_shared) + MIN_SHARED_PREFIX
+            is_longer = num_common >= max(plan.num_cached, num_matched) + MIN_SHARED_PREFIX
             if is_longer and oldest not in sources:  # a slot that is about to be copied stays
                 source = oldest
-                num_shared = common
-                self.tokens[source] = plan.ids[:common]
+                num_matched = num_common
+                self.tokens[source] = plan.ids[:num_common]
                 new_prefixes.append(SlotPlan(source, self.tokens[source]))
 
-            if num_shared > plan.num_cached:
+            if num_matched > plan.num_cached:
                 plan.source = source
-                plan.num_cached = num_shared
+                plan.num_cached = num_matched
                 sources.add(source)
                 self.shared.remove(source)
                 self.shared.append(source)  # the most recently used

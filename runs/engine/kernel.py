@@ -29,11 +29,11 @@ def decode(
     def attend(layer, q, k, v):  # (B, H, K) -> (B, H, K)
         ring = (cache.keys[layer], cache.values[layer])
         if layer in model.config.paired_layers:
-            rows_B = torch.where(positions_B < 0, positions_B, 2 * positions_B)
-            halves = zip(*(x.chunk(2, 1) for x in (q, k, v)), strict=True)
-            first = decode_attention(*next(halves), *ring, rows_B, False)
-            rows_B = torch.where(positions_B < 0, positions_B, rows_B + 1)
-            return torch.cat((first, decode_attention(*next(halves), *ring, rows_B, False)), 1)
+            outputs = []
+            for i, heads in enumerate(zip(q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1), strict=True)):
+                rows_B = torch.where(positions_B < 0, positions_B, 2 * positions_B + i)
+                outputs.append(decode_attention(*heads, *ring, rows_B, False))
+            return torch.cat(outputs, 1)
         return decode_attention(q, k, v, *ring, positions_B, layer in model.config.key_offset_layers)
 
     hidden = model.trunk(tokens_B, prev_ids_2B, positions_B.clamp(min=0), attend, layer_weights)
@@ -77,8 +77,8 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
     # How far behind the newest key each cell is; the oldest one is the free cell.
     behind = (position[:, None] - torch.arange(ring_size, device=q.device)) % ring_size
     seen = (behind <= position[:, None]) & (behind < ring_size - 1)
-    ring = (keys.transpose(1, 2), values.transpose(1, 2))
-    y = F.scaled_dot_product_attention(q[:, :, None], *ring, seen[:, None, None], scale=1.0)
+    heads = (q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2))
+    y = F.scaled_dot_product_attention(*heads, seen[:, None, None], scale=1.0)
     return y[:, :, 0]
 
 

@@ -79,7 +79,7 @@ def load_run(run_dir: str | Path, step: int | None = None, device: str | None = 
 
 
 def choose_checkpoint(script: ModuleType, run_dir: Path, step: int | None) -> Path:
-    """The folder of a step's checkpoint, or of the newest complete one. Raises: RunError, UserError of the script"""
+    """The folder of a step's checkpoint, or of the newest complete one. Raises: as load_run"""
     files = ("model.safetensors",)
     if step is None:
         return newest_checkpoint(script, run_dir, files)

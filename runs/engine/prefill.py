@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache import KVCache, SlotPlan, ring_kind, to_device
+from engine.cache import KVCache, SlotPlan, ring_kind, ring_windows, to_device
 
 # ==== Batches and buckets
 
@@ -24,10 +24,7 @@ MAX_PREFILL_TOKENS_CUDA = 65536
 
 
 def prefill_batches(plans: list[SlotPlan], max_tokens: int) -> Iterator[list[SlotPlan]]:
-    """The plans that leave something to compute, in batches of sequences with at most max_tokens tokens together.
-
-    A longer sequence is a batch of its own.
-    """
+    """The plans that leave something to compute, in batches of up to max_tokens tokens, or of one longer sequence."""
     waiting = [plan for plan in plans if len(plan.ids) > plan.num_cached]
     while waiting:
         totals = np.cumsum([len(plan.ids) for plan in waiting])
@@ -54,7 +51,7 @@ def choose_bucket(
 ) -> PrefillBucket | None:
     """The smallest bucket for a prefill; None if it is too long for all, so that it runs without a graph.
 
-    Args: num_cached, sequences as of prefill; max_sequences in a prefill of the bucket; window the longest of the model
+    Args: num_cached, sequences as of prefill; max_sequences in a prefill of the bucket; window: the model's long one
     """
     new = sum(map(len, sequences)) - sum(num_cached)
     old = sum(min(count, window) for count in num_cached)
@@ -100,7 +97,7 @@ class RingPlan(NamedTuple):
             return attention(q, k, v, 0)
         old_keys = keys[self.old_cells]
         packed_k = self.pack(old_keys, k)
-        packed_q = self.pack(old_keys, q)  # in place of queries whose results nobody reads
+        packed_q = self.pack(old_keys, q)  # old keys in place of old queries, whose results are dropped
         packed_v = self.pack(values[self.old_cells], v)
         return attention(packed_q, packed_k, packed_v, 0)[self.new_index]
 
@@ -128,7 +125,7 @@ class PrefillInputs(NamedTuple):
         return [*self[:-1], *(array for plan in self.plans for array in plan)]
 
     def flat(self) -> Tensor:
-        """All arrays behind each other, so that one copy brings them to the device."""
+        """All arrays in one, so that one copy brings them to the device."""
         return torch.from_numpy(np.concatenate(self.arrays()))
 
     def views(self, flat: Tensor) -> PrefillInputs:
@@ -151,8 +148,8 @@ def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: P
     packed_lengths = num_old + lengths - num_cached
     cu_seqlens = np.cumsum([0, *packed_lengths])
 
-    # Of every packed token: its sequence, where it is in the packed one and in the whole one, whether its key is old,
-    # and its cell.
+    # Of every packed token: its sequence, its position among the packed ones and among all of that sequence, whether
+    # its key is old, and its cell.
     sequence = np.repeat(np.arange(len(slots)), packed_lengths)
     packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
     positions = packed_positions + (num_cached - num_old)[sequence]
@@ -217,12 +214,13 @@ def prefill_inputs(
     positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
     plans = [
         plan_ring(slots_N1, starts_N1, ends_N1, window, ring_size, bucket)
-        for window, ring_size in zip(model.windows, cache.ring_sizes, strict=False)
+        for window, ring_size in zip(model.windows, cache.ring_sizes[:2], strict=True)
     ]
     if model.config.paired_layers:  # which have two rows a token
-        rows = bucket and bucket._replace(new=2 * bucket.new, old=2 * bucket.old)
-        window = 2 * model.config.window_short
-        plans.append(plan_ring(slots_N1, 2 * starts_N1, 2 * ends_N1, window, cache.ring_sizes[2], rows))
+        if bucket:
+            bucket = bucket._replace(new=2 * bucket.new, old=2 * bucket.old)
+        window = ring_windows(model)[2]
+        plans.append(plan_ring(slots_N1, 2 * starts_N1, 2 * ends_N1, window, cache.ring_sizes[2], bucket))
 
     cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])  # where the new ids of each sequence begin and end
     num_sequences = bucket.sequences if bucket else len(slots)
@@ -250,11 +248,10 @@ def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[
     config = model.config
     half = config.head_dim // 2
     is_first_T11 = (inputs.positions == 0)[:, None, None]
-    windows = (*model.windows, 2 * config.window_short)
-    attentions = [
-        model.attention((window,), plan.packed_positions, plan.cu_seqlens.int(), max_length)
-        for window, plan, max_length in zip(windows, inputs.plans, max_lengths, strict=False)
-    ]
+    attentions = []
+    for window, plan, max_length in zip(ring_windows(model), inputs.plans, max_lengths, strict=False):
+        attention = model.attention((window,), plan.packed_positions, plan.cu_seqlens.int(), max_length)
+        attentions.append(attention)
 
     def attend(layer, q, k, v):  # (T, H, K) -> (T, H, K)
         shape = q.shape
@@ -293,7 +290,7 @@ def prefill(
     Args:    model: GPT of a script; slots[i] the slot of sequences[i], which are ids; num_cached[i] how many of them
              the slot already holds, fewer than all; layer_weights what model.layer_weights() gave, to save its time;
              run: run_prefill, perhaps compiled
-    Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
+    Returns: hidden states of the new ids of all sequences in turn, and of some padding (T, D)
     """
     inputs = prefill_inputs(model, cache, slots, num_cached, sequences)
     max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]

@@ -101,7 +101,7 @@ class Generator:
     def stream_text(self, prompt: str, **options) -> Iterator[str]:
         """Yields the text of each token as it comes, and a rest at the end; either may be empty.
 
-        A character whose bytes are spread over several tokens comes whole, with the last of them.
+        A character whose bytes belong to several tokens comes with the last of them.
         """
         ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
         detokenizer = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -133,7 +133,7 @@ class Decoder:
     wait for the host. A slot that meets a stop token then computes one token too many. That writes only into cells of
     its rings that the next token overwrites.
 
-    Args:  model, tokenizer: GPT and Tokenizer of a script; max_len: tokens of the longest sequence, by default the
+    Args:  model, tokenizer: GPT and Tokenizer of a script; max_len: maximum tokens of a sequence, by default the
            model's context; prefix_slots: slots of the cache beside num_slots, for prefixes that several prompts share
     """
 
@@ -249,8 +249,8 @@ class Decoder:
             self.graph_inputs[bucket] = (flat, inputs.views(flat))
         flat, on_device = self.graph_inputs[bucket]
         flat.copy_(inputs.flat(), non_blocking=True)
-        longest = bucket.new + bucket.old
-        max_lengths = [longest, longest, 2 * longest]
+        max_length = bucket.new + bucket.old
+        max_lengths = [max_length, max_length, 2 * max_length]
         arguments = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
         return self.prefill_graphs.run(bucket, self.run_prefill, *arguments)
 
@@ -279,29 +279,29 @@ class Decoder:
         self.pending = None
         if not self.running:
             return []
-        if current is None or not current.completions:
+        if current is None or not current.completions:  # there is none, or its requests have left
             current = self.sample(self.running, self.execute_model())
         self.force_tool_outputs(current)
 
-        following = self.schedule(current) if self.overlap else {}
-        if not following:
+        scheduled = self.schedule(current) if self.overlap else {}
+        if not scheduled:
             return self.update(current)
         logits = self.execute_model()
         if not self.mode.masks:
-            self.pending = self.sample(following, logits)
+            self.pending = self.sample(scheduled, logits)
             return self.update(current)
 
         # A mask says which ids may follow those of this step, so sampling waits until they are read.
         outputs = self.update(current)
-        following = {slot: completion for slot, completion in following.items() if not completion.reason}
-        if following:
-            self.pending = self.sample(following, logits)
+        scheduled = {slot: completion for slot, completion in scheduled.items() if not completion.reason}
+        if scheduled:
+            self.pending = self.sample(scheduled, logits)
         return outputs
 
     def force_tool_outputs(self, current: PendingStep) -> None:
         """Puts ids of tool outputs in place of sampled ones, as input tokens of the next step.
 
-        They are known by now: the host has read the id that ended the call.
+        The host has read the id that ended the call, so the output is there.
         """
         for slot, completion in current.completions.items():
             if completion.tool_output:
@@ -317,7 +317,7 @@ class Decoder:
         return completions
 
     def execute_model(self) -> Tensor:
-        """The logits (B, V) behind the input tokens, before masks and processors. The next call may overwrite them."""
+        """The logits (B, V) after the input tokens, before masks and processors. The next call may overwrite them."""
         batch = self.batch
         inputs = (self.decode_cache, batch.tokens, batch.prev_ids, batch.positions, self.layer_weights)
         logits = self.run_graph("logits", self.decode, self.model, *inputs)

@@ -92,10 +92,10 @@ class ReadFile(argparse.Action):
     def __call__(self, parser, namespace, file, flag=None):
         with explain(f"{file} cannot be read", "correct its name or that line"):
             text = file.read_text(encoding="utf-8-sig")
-            found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-            data = found.pop("data", {})
-            found |= {f"data.{name}": value for name, value in data.items()}
-        vars(namespace).update(found)
+            settings = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+            data = settings.pop("data", {})
+            settings |= {f"data.{name}": value for name, value in data.items()}
+        vars(namespace).update(settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,7 +163,7 @@ class Run:
     steps: int
     order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
     origin: list  # what stays the same when a run continues
-    max_len: int  # tokens of the longest document, one number for all batches: each is compiled
+    max_len: int  # maximum tokens of a document, one number for all batches: each is compiled
     progress: Progress = field(default_factory=Progress)
     prefetched: list[dict] = field(default_factory=list)  # micro-batches of the next step
 
@@ -261,7 +261,7 @@ def train_step(run: Run) -> None:
 
 
 def packed_loss(model: nn.Module, batch: dict, targets: int) -> Tensor:
-    """Summed loss of a micro-batch, divided by the number of target tokens of the whole step."""
+    """Summed loss of a micro-batch, divided by the number of target tokens of the step."""
     items = torch.full((), targets, device=batch["labels"].device)
     return model(**batch, num_items_in_batch=items, use_cache=False, **model.loss_options).loss
 
@@ -300,8 +300,8 @@ def load_description(config: Config):
         description = AutoConfig.from_pretrained(config.model_name, trust_remote_code=False)
     positions = getattr(description, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length > positions:
-        found = f"--sequence-length {config.sequence_length:,} is above the model's {positions:,} positions"
-        raise RunError(f"{found}; lower it")
+        problem = f"--sequence-length {config.sequence_length:,} is above the model's {positions:,} positions"
+        raise RunError(f"{problem}; lower it")
     return description
 
 
@@ -315,9 +315,9 @@ def load_tokenizer(config: Config):
     if config.chat_template:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
-        found = f"the chat template of {config.chat_template or config.model_name}"
+        template = f"the chat template of {config.chat_template or config.model_name}"
         advice = "use --chat-template FILE (runs/huggingface/chat_template_qwen.jinja or chat_template_llama3.jinja)"
-        raise RunError(f"{found} does not tag what the assistant says with {{% generation %}}; {advice}")
+        raise RunError(f"{template} does not tag what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 
 
@@ -360,8 +360,8 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
         raise RunError(f"none of the {len(rows):,} rows fits; check --sequence-length")
     packs = packed.with_format("numpy")
     documents, tokens, targets = (packs[name][:].sum() for name in COUNTS)
-    found = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
-    say(f"data: {found}, {tokens:,} tokens, {targets:,} of them targets of the loss")
+    counts = f"{documents:,} documents of {len(rows):,} rows in {len(packs):,} packs"
+    say(f"data: {counts}, {tokens:,} tokens, {targets:,} of them targets of the loss")
     return packs
 
 
@@ -451,13 +451,13 @@ def filling(tokens: int, max_len: int) -> list[int]:
 
 
 def micro_batches(run: Run, packs: datasets.Dataset, rows: np.ndarray) -> Iterator[dict]:
-    """This rank's share of some packs. All ranks get the same number of micro-batches, all of one shape."""
+    """This rank's part of some packs. All ranks get the same number of micro-batches, all of one shape."""
     world = run.ranks.world
     mine = rows[run.ranks.rank :: world]
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
-        found = [packs[int(row)] for row in mine[start : start + size]]
-        yield collate(found, size, run.config.sequence_length, run.max_len, run.model.device)
+        chosen = [packs[int(row)] for row in mine[start : start + size]]
+        yield collate(chosen, size, run.config.sequence_length, run.max_len, run.model.device)
 
 
 def collate(rows: list[dict], size: int, length: int, max_len: int, device: torch.device) -> dict:
@@ -518,8 +518,8 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=dist.get_world_size() > 1)
     fully_shard(hf, mp_policy=policy)
     trained = sum(p.numel() for p in trainable(hf).values())
-    found = f"{hf.num_parameters():,} parameters, {trained:,} of them trained"
-    say(f"model: {found}, attention: {attention}, with Liger: {bool(hf.loss_options)}")
+    counts = f"{hf.num_parameters():,} parameters, {trained:,} of them trained"
+    say(f"model: {counts}, attention: {attention}, with Liger: {bool(hf.loss_options)}")
     return hf
 
 
@@ -661,10 +661,10 @@ def prune(folder: Path, keep: int) -> None:
 def load_newest(run: Run) -> None:
     """Continues from the newest checkpoint, written by any number of ranks."""
     folder = run.config.run_dir
-    found = run.ranks.gather(newest_complete(folder) if run.ranks.is_main else None)[0]
-    if not found:
+    complete = run.ranks.gather(newest_complete(folder) if run.ranks.is_main else None)[0]
+    if not complete:
         raise RunError(f"{folder} has no complete checkpoint; start again without --resume")
-    newest, state = found
+    newest, state = complete
     if state["origin"] != run.origin:
         raise RunError(f"{folder} was started with other data, model, length, packs, workers or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))

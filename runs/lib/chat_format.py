@@ -47,7 +47,7 @@ def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
 
     Raises: ValueError if a message of the user is empty, or if there is none of user or assistant
     """
-    said = []
+    merged = []
     system = []  # texts that wait for the user
     for number, (role, content) in enumerate(messages):
         if role == "user" and not content.strip():
@@ -55,16 +55,16 @@ def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
         if role in ("system", "developer"):
             system += [("user", content)] if content.strip() else []
             continue
-        if role == "user" or not said:
-            said += system
+        if role == "user" or not merged:
+            merged += system
             system = []
-        if role == "assistant" and not said:
-            said.append(("user", ""))
-        said.append((role, content))
-    said += system
+        if role == "assistant" and not merged:
+            merged.append(("user", ""))
+        merged.append((role, content))
+    merged += system
 
     turns = []
-    for role, group in itertools.groupby(said, key=lambda turn: turn[0]):
+    for role, group in itertools.groupby(merged, key=lambda turn: turn[0]):
         contents = [content for _, content in group]
         turns.append((role, contents[0] if len(contents) == 1 else "\n\n".join(contents)))
     if turns and turns[-1] == ("assistant", ""):
@@ -128,8 +128,8 @@ def answer_content(tokenizer, ids: list[int]) -> str | list[dict]:
 class Detokenizer:
     """Turns token ids into deltas as they come: (part, text), part "text", "python" or "python_output".
 
-    Characters come out whole, and stop strings do not come out at all: as many characters are held back as may be the
-    beginning of one.
+    Characters come out complete, and stop strings do not come out at all: as many characters are held back as may be
+    the beginning of one.
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
@@ -176,9 +176,9 @@ class Detokenizer:
     def release(self, keep: int) -> list[tuple[str, str]]:
         """Takes out of the buffer all but `keep` characters, or all before a stop string."""
         text = "".join(character for _, character in self.buffer)
-        found = [text.find(stop) for stop in self.stops if stop in text]
-        self.stopped = bool(found)
-        end = min(found, default=max(0, len(text) - keep))
+        starts = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(starts)
+        end = min(starts, default=max(0, len(text) - keep))
         deltas = self.buffer[:end]
         self.buffer = self.buffer[end:]
         return deltas

@@ -11,28 +11,28 @@ import numpy as np
 from lib.command import RunError, print_note
 
 
-def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
+def best_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_docs: int) -> list[list[int]]:
     """Packs documents: each goes into the fullest pack that it fits into.
 
-    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths;
-             room in a pack, in tokens; most documents in a pack
+    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths; capacity of a
+             pack in tokens; max_docs in a pack
     Returns: the indices in each pack
     """
     packs = []
-    unfilled = []  # (room left, number of the pack), sorted
+    unfilled = []  # (free tokens, number of the pack), sorted
     smallest = lengths.min()
     for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         at = bisect.bisect_left(unfilled, (length, 0))
         if at < len(unfilled):
-            left, number = unfilled.pop(at)
+            free, number = unfilled.pop(at)
         else:
-            left = room
+            free = capacity
             number = len(packs)
             packs.append([])
         packs[number].append(i)
-        left -= length
-        if left >= smallest and len(packs[number]) < most:
-            bisect.insort(unfilled, (left, number))
+        free -= length
+        if free >= smallest and len(packs[number]) < max_docs:
+            bisect.insort(unfilled, (free, number))
     return packs
 
 
@@ -41,16 +41,16 @@ def read_data(read: Callable, path: str | Path):
     try:
         return read(path)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        way = "make its .json files again; python data/check.py says what is wrong with a dataset"
-        raise RunError(f"{path} is damaged ({error!r:.200}); {way}") from None
+        advice = "make its .json files again; python data/check.py says what is wrong with a dataset"
+        raise RunError(f"{path} is damaged ({error!r:.200}); {advice}") from None
 
 
 def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
     """The script's Dataset at a path, for a run. Raises: RunError if it is damaged or has another tokenizer"""
     dataset = read_data(script.Dataset.open, path)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
-        way = f"pass the --data of that run, or make one with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
-        raise RunError(f"{dataset.root} has another tokenizer than {run_dir}; {way}")
+        advice = f"pass the --data of that run, or make one with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
+        raise RunError(f"{dataset.root} has another tokenizer than {run_dir}; {advice}")
     return dataset
 
 
@@ -69,10 +69,10 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] 
 def describe_run(script: ModuleType, run_dir: Path, command: str) -> dict:
     """config.json of a run to resume. Raises: RunError if it is no run of runs/COMMAND.py"""
     description = script.read_description(run_dir)
-    found = description.get("command")
-    if found != command:
-        folder = "runs/encoder" if found.endswith("_encoder") else "runs"
-        tool = f"{folder}/{found}.py" if found != "pretrain" else next(run_dir.glob("train_*.py")).name
+    own = description.get("command")
+    if own != command:
+        folder = "runs/encoder" if own.endswith("_encoder") else "runs"
+        tool = f"{folder}/{own}.py" if own != "pretrain" else next(run_dir.glob("train_*.py")).name
         raise RunError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
     return description
 
@@ -81,11 +81,9 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
     full_momentum = base.momentum[1]
-    # Weights are averaged in pretraining only; medium models and scripts of older runs have no such field.
-    unaveraged = {"average": 0.0} if getattr(base, "average", 0.0) else {}
     return dataclasses.replace(
         base,
-        **unaveraged,
+        average=0.0,  # weights are averaged in pretraining only
         stages=((1.0, packs, lr),),
         max_epochs=1,
         # The rate falls from the first step to the last, down to 0.

@@ -116,5 +116,5 @@ def check_settings(model: type, values: dict):
         # An unknown name comes first: it may be a required one, misspelled.
         first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
     name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-    found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
+    value = "missing" if first["type"] == "missing" else repr(first["input"])
+    raise RunError(f"--{name} is {value}: {first['msg'].lower()}; see --help")

@@ -29,8 +29,8 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     merges = []
     for token in ranks:
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in index and pair[1] in index]
-        merges += sorted(known, key=lambda pair: (index[pair[0]], index[pair[1]]))
+        merging = [pair for pair in pairs if pair[0] in index and pair[1] in index]
+        merges += sorted(merging, key=lambda pair: (index[pair[0]], index[pair[1]]))
     return merges
 
 

@@ -39,14 +39,14 @@ def layer_scalars(script, model, layer: int) -> dict[str, Tensor]:
     """The learned scalars of a layer, 0-D each, that cannot be folded into a matrix."""
     c = model.config
     scalar = dict(zip(script.SCALARS, model.scalars[:, layer], strict=True))
-    found = {"resid_mlp": scalar["resid_mlp"]}
+    names = ["resid_mlp"]
     if layer in c.attention_layers:
-        found["resid_attn"] = scalar["resid_attn"]
+        names.append("resid_attn")
     if c.x0_injection:
-        found["share_x0"] = scalar["share_x0"]
+        names.append("share_x0")
     if c.bigram_rows:
-        found["share_ngram"] = scalar["share_ngram"]
-    return found
+        names.append("share_ngram")
+    return {name: scalar[name] for name in names}
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ class Request:
     # For the model's thread: sequences without a slot, and how many have one.
     waiting: deque[Sequence] = field(default_factory=deque)
     num_running: int = 0
-    aborted: bool = False  # nobody waits for it any more
+    aborted: bool = False  # its client has disconnected
     arrival: float = field(default_factory=time.monotonic)
 
     error: APIError | None = None
@@ -221,9 +221,9 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
                 advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
                 raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
         return fields
-    where = ".".join(map(str, first["loc"]))
-    found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
-    raise APIError(400, f"{where or 'the request'}: {first['msg']}{found}", where)
+    name = ".".join(map(str, first["loc"]))
+    value = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
+    raise APIError(400, f"{name or 'the request'}: {first['msg']}{value}", name)
 
 
 def shorten(value: Any) -> str:
@@ -263,8 +263,8 @@ class Protocol:
         prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
         request = self.make_request(fields, prompts, fields.logprobs, fields.echo)
         for sequence in request.sequences if fields.echo else ():
-            shown = [id for id in sequence.completion.prompt if id not in self.special_ids]
-            sequence.deltas.append(("text", self.tokenizer.decode(shown)))
+            ids = [id for id in sequence.completion.prompt if id not in self.special_ids]
+            sequence.deltas.append(("text", self.tokenizer.decode(ids)))
         return request
 
     def make_request(self, fields: AnswerFields, prompts, logprobs, echo: bool = False) -> Request:
@@ -372,9 +372,9 @@ class Sent:
 class Answers:
     """The JSON of the answers to one request.
 
-    A subclass has the form of an endpoint: content(text) is the field of a choice with a whole answer, delta(text,
-    part) that with what is new in a stream (without arguments: nothing), and logprobs_json(sent, tokens) what logprobs
-    hold of the tokens, pairs of an id and its engine.TokenLogprob, that follow those of the last call.
+    A subclass has the form of an endpoint, as parts of a choice: content(text) a complete answer; delta(text, part)
+    what is new in a stream, without arguments nothing; logprobs_json(sent, tokens) the logprobs of the next tokens,
+    pairs of an id and its engine.TokenLogprob.
     """
 
     def __init__(self, request: Request, model: str, tokenizer):
@@ -396,7 +396,7 @@ class Answers:
         """The events of a stream before the first token."""
         return ""
 
-    def whole(self) -> dict:
+    def body(self) -> dict:
         """The answer to a request without stream, once all sequences are done."""
         choices = []
         for sequence in self.request.sequences:
@@ -410,7 +410,7 @@ class Answers:
         text = self.first_events()
         try:
             while True:
-                is_done = self.request.done()  # read first, as the model's thread goes on
+                is_done = self.request.done()  # read first, as the model's thread continues
                 text += "".join(self.new_events(sequence) for sequence in self.request.sequences)
                 if is_done:
                     break
@@ -474,7 +474,7 @@ class Answers:
         return self.logprobs_json(sent, tokens)
 
     def text_of(self, token: int) -> str:
-        """The text of one token; bytes that are no whole character become U+FFFD."""
+        """The text of one token; bytes of an incomplete character become U+FFFD."""
         return self.tokenizer.bytes[token].decode("utf-8", "replace")
 
 
@@ -530,9 +530,9 @@ class TextAnswers(Answers):
             text = self.text_of(token)
             top = None
             if entry is not None:
-                shown = [*entry.top[: self.request.logprobs], (token, entry.logprob)]
-                # Of tokens that look the same, the most likely one counts.
-                top = {self.text_of(other): logprob for other, logprob in reversed(shown)}
+                candidates = [*entry.top[: self.request.logprobs], (token, entry.logprob)]
+                # Of tokens with the same text, the most likely one stays.
+                top = {self.text_of(other): logprob for other, logprob in reversed(candidates)}
             result["tokens"].append(text)
             result["token_logprobs"].append(entry.logprob if entry else None)
             result["top_logprobs"].append(top)
@@ -541,9 +541,3 @@ class TextAnswers(Answers):
                 # Tokens that hold parts of a character add it with the last of them.
                 sent.text_offset += len(sent.decoder.decode(self.tokenizer.bytes[token]))
         return result
-
-
-def answers_to(request: Request, model: str, tokenizer) -> Answers:
-    """The answers to a request in the form of its endpoint."""
-    kind = ChatAnswers if isinstance(request.fields, ChatFields) else TextAnswers
-    return kind(request, model, tokenizer)

@@ -1,4 +1,4 @@
-"""The report of a run: table, picture and samples. runs/report.py writes it, and every training run at its end."""
+"""The report of a run: table, figure and samples. runs/report.py writes it, and every training run at its end."""
 
 import contextlib
 import gzip
@@ -148,7 +148,7 @@ def setting_rows(description: dict) -> dict:
 
 
 def table_rows(description: dict, entries: list[dict], result: dict) -> dict:
-    """All rows of the table; metrics come first."""
+    """All rows of the table: a label and a value each, metrics first."""
     return metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
 
 
@@ -158,7 +158,7 @@ def table(header: str, ruler: str, rows: list) -> str:
     return "\n".join([header, ruler, *lines]) + "\n"
 
 
-# ---- the picture
+# ---- the figure
 
 
 def plotted(entries: list[dict]) -> list[str]:
@@ -173,9 +173,12 @@ def plotted(entries: list[dict]) -> list[str]:
 
 def smooth_rewards(entries: list[dict]) -> list[dict]:
     """More entries, with the mean reward of the last SMOOTHED steps."""
-    found = [entry for entry in entries if "reward" in entry]
-    spans = [found[i : i + SMOOTHED] for i in range(len(found) - SMOOTHED + 1)]
-    return [{"step": span[-1]["step"], "mean_reward": fmean(e["reward"] for e in span)} for span in spans]
+    steps = [entry for entry in entries if "reward" in entry]
+    smoothed = []
+    for end in range(SMOOTHED, len(steps) + 1):
+        mean = fmean(entry["reward"] for entry in steps[end - SMOOTHED : end])
+        smoothed.append({"step": steps[end - 1]["step"], "mean_reward": mean})
+    return smoothed
 
 
 def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict]]):
@@ -189,14 +192,14 @@ def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict
         by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
         if by_step:
             entries = entries + smooth_rewards(entries)
-        for whose, log in {"": entries, **references}.items():
-            grey = {"color": "0.5", "zorder": 1} if whose else {}
+        for run, log in {"": entries, **references}.items():
+            grey = {"color": "0.5", "zorder": 1} if run else {}
             for name, label, style in PLOTS[unit]:
                 points = [entry for entry in log if name in entry]
                 x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
                 y = [entry[name] for entry in points]
                 if points:
-                    axes.plot(x, y, label=f"{whose} {label}".strip(), **style | grey)
+                    axes.plot(x, y, label=f"{run} {label}".strip(), **style | grey)
         axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -224,13 +227,13 @@ def sample_texts(run, command: str) -> list[str]:
     generate = engine.Generator(run.model, run.tokenizer).generate
     if command == "finetune":
         prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
-        found = generate(prompts, stop=(run.tokenizer.specials[chat_format.ASSISTANT_END],), **ANSWER)
-        answers = map(run.tokenizer.decode, found)
+        stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
+        answers = map(run.tokenizer.decode, generate(prompts, stop=stop, **ANSWER))
         return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
     prompts = held_out_prompts(run)
-    found = generate(prompts, seed=run.config.seed, **CONTINUATION)
-    # Together, because a character may begin in the prompt and end behind it.
-    return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
+    continuations = generate(prompts, seed=run.config.seed, **CONTINUATION)
+    # Together, because a character may begin in the prompt and end after it.
+    return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, continuations, strict=True)]
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
@@ -239,13 +242,13 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
-        found = sample_texts(run, command)
+        texts = sample_texts(run, command)
     except Exception as error:
         message = error_message(error)
         if not message and not isinstance(error, RuntimeError):  # torch's, if memory runs out on a CPU
             raise
         return [], f"no samples: {message or first_line(error)}"
-    return found, f"## Samples of step {run.step:,}"
+    return texts, f"## Samples of step {run.step:,}"
 
 
 # ---- the report
@@ -294,8 +297,9 @@ def write_report(
         references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
         raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
-    texts = {str(e["scored"]) for log in (entries, *references.values()) for e in log if "scored" in e}
-    if len(texts) > 1:
+    logs = itertools.chain(entries, *references.values())
+    scored = {str(entry["scored"]) for entry in logs if "scored" in entry}
+    if len(scored) > 1:
         print_note("note: these runs were validated on different texts, so their bits per byte do not compare")
     is_running = result is None and not (run_dir / "result.json").is_file()
     result = result or read_result(run_dir, entries)
@@ -321,11 +325,11 @@ def write_report(
 
     command = description.get("command")
     if with_samples and command in ("pretrain", "finetune"):
-        found, heading = samples(run_dir, command, device, live)
-        if not found:
+        texts, heading = samples(run_dir, command, device, live)
+        if not texts:
             print(heading)
         parts.append(f"{heading}\n")
-        for sample in found:
+        for sample in texts:
             print(f"--- sample\n{sample}")
             parts.append(f"````text\n{sample}\n````\n")  # a sample may hold ``` itself
     (run_dir / "report.md").write_text("\n".join(parts), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Runs of several sizes as one table and one picture, with fitted exponents.
+"""Runs of several sizes as one table and one figure, with fitted exponents.
 
     python runs/lib/scaling_plot.py out/miniseries              all finished runs below that folder
     python runs/lib/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
@@ -70,14 +70,14 @@ def optimum(group: pandas.DataFrame) -> dict:
     near = sizes.iloc[max(middle - 2, 0) : middle + 3]
     curve = np.polyfit(np.log(near.index), near, 2)
     ends = [int(near.index[0]), int(near.index[-1])]
-    lowest = float(sizes.min())
-    found = {"flops": flops, "curve": curve.tolist(), "ends": ends, "val_bpb": lowest, "weights": None, "tokens": None}
+    best_size = {"flops": flops, "curve": curve.tolist(), "ends": ends, "val_bpb": float(sizes.min())}
+    best_size |= {"weights": None, "tokens": None}
     best = math.exp(-curve[1] / (2 * curve[0])) if curve[0] > 0 else 0.0  # else it opens downward
     # With the best size at an end, a minimum of the parabola says nothing.
     if ends[0] < best < ends[1] and 0 < middle < len(sizes) - 1:
         lowest = float(np.polyval(curve, math.log(best)))
-        found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
-    return found
+        best_size |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
+    return best_size
 
 
 def power(x: pandas.Series, y: pandas.Series) -> dict | None:
@@ -104,10 +104,10 @@ def floor_and_power(x: pandas.Series, y: pandas.Series) -> dict | None:
     start = (0.5 * y.min(), 0.5 * y.iloc[0], 0.2)
     upper = (y.min(), 10 * y.iloc[0], 3.0)
     try:
-        found, covariance = curve_fit(curve, x, y, start, bounds=(0, upper))
+        parameters, covariance = curve_fit(curve, x, y, start, bounds=(0, upper))
     except RuntimeError:
         return plain
-    floor, size, exponent = found.tolist()
+    floor, size, exponent = parameters.tolist()
     error = float(np.sqrt(covariance[2, 2]))
     return {"floor": floor, "exponent": exponent, "factor": size * scale**exponent, "error": error}
 
@@ -156,13 +156,13 @@ def plot_bpb(axis, runs: pandas.DataFrame, result: dict) -> None:
 
 def plot_sizes(axis, runs: pandas.DataFrame, result: dict) -> None:
     """Bits per byte over weights: the runs of each budget, its parabola, and a star at its minimum."""
-    for group, found in zip(budgets(runs), result["budgets"], strict=True):
-        (dots,) = axis.plot(group.weights, group.val_bpb, "o", label=f"{found['flops']:.1e} FLOPs")
+    for group, best_size in zip(budgets(runs), result["budgets"], strict=True):
+        (dots,) = axis.plot(group.weights, group.val_bpb, "o", label=f"{best_size['flops']:.1e} FLOPs")
         color = dots.get_color()
-        fine = np.geomspace(*found["ends"], 50)
-        axis.plot(fine, np.polyval(found["curve"], np.log(fine)), color=color, lw=1)
-        if found["weights"]:
-            axis.plot(found["weights"], found["val_bpb"], "*", ms=14, color=color)
+        fine = np.geomspace(*best_size["ends"], 50)
+        axis.plot(fine, np.polyval(best_size["curve"], np.log(fine)), color=color, lw=1)
+        if best_size["weights"]:
+            axis.plot(best_size["weights"], best_size["val_bpb"], "*", ms=14, color=color)
     axis.set(xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget")
     axis.legend(fontsize=8)
 
@@ -219,11 +219,11 @@ def main() -> None:
     columns = ["run", "num_layers", "width", "weights", "tokens", "flops", "val_bpb", "core", "train_seconds"]
     formatters = {name: form.format for name, form in forms.items()}
     print(runs.to_string(columns=columns, formatters=formatters, float_format="{:.4f}".format, index=False, na_rep=""))
-    for found in result["budgets"]:
+    for best_size in result["budgets"]:
         size = "no minimum between the smallest and the largest size; train others"
-        if found["weights"]:
-            size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
-        print(f"{found['flops']:.2e} FLOPs: {size}")
+        if best_size["weights"]:
+            size = f"{best_size['weights']:,.0f} weights, {best_size['tokens']:,.0f} tokens"
+        print(f"{best_size['flops']:.2e} FLOPs: {size}")
     for name in ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",):
         print(describe(result[name], name))
     print(f"{out / 'results.csv'}, {out / 'scaling.png'}")

@@ -32,9 +32,9 @@ class Metrics:
         self.prefix_cache_hits = counter("prefix_cache_hits", "Tokens of prompts that earlier requests had cached")
         self.generation_tokens = counter("generation_tokens", "Tokens of answers")
         self.steps = counter("steps", "Steps of the model")
-        self.preemptions = counter("num_preemptions", "Answers that made room for another request")
+        self.preemptions = counter("num_preemptions", "Answers that lost their slot to another request")
         self.aborted = counter("num_requests_aborted", "Requests whose client disconnected")
-        text = "From the arrival of a request to the first token of an answer, counted for each answer"
+        text = "From the arrival of a request to the first token of each of its answers"
         self.time_to_first_token = prometheus.Histogram("time_to_first_token_seconds", text, **own)
         gauge = partial(prometheus.Gauge, **own)
         gauge("max_num_seqs", "Answers that can decode together").set_function(lambda: worker.decoder.num_slots)
@@ -62,7 +62,7 @@ class Worker(threading.Thread):
         self.decoder = engine.Decoder(model, tokenizer, max_num_seqs, compile=compile, prefix_slots=prefix_slots)
         self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
         self.sequences: dict[int, Sequence] = {}  # by slot
-        self.idle_slots = list(range(max_num_seqs))  # the one unused for longest first
+        self.idle_slots = list(range(max_num_seqs))  # least recently used first
         self.steps_delayed = 0  # steps in a row that new sequences have waited for others
         self.updated: set[Request] = set()  # requests that the event loop has not been notified of
         self.last_flush = 0.0  # when it was last notified of all
@@ -85,10 +85,10 @@ class Worker(threading.Thread):
         with self.wake:
             if self.draining:
                 raise APIError(503, FAILED if self.error else STOPPING)
-            taken = self.num_waiting() + len(self.sequences)
+            count = self.num_waiting() + len(self.sequences)
             capacity = self.decoder.num_slots + self.max_queue_size
-            if taken + len(request.sequences) > capacity:
-                busy = f"{taken} answers are running or waiting, and at most {capacity} may; try again in a moment"
+            if count + len(request.sequences) > capacity:
+                busy = f"{count} answers are running or waiting, and at most {capacity} may; try again in a moment"
                 raise APIError(429, busy, code="queue_full")
             self.queue[request] = None
             self.wake.notify()
@@ -144,7 +144,7 @@ class Worker(threading.Thread):
                 self.decoder.evict(0)
 
     def step(self) -> None:
-        """Drops sequences that nobody waits for, puts others into free slots, and makes one step."""
+        """Releases finished sequences, fills idle slots with waiting ones, and makes one step."""
         self.release_finished()
         with self.wake:
             self.preempt()
@@ -191,22 +191,22 @@ class Worker(threading.Thread):
     def schedule(self) -> dict[int, Sequence]:
         """Chooses slots for waiting sequences.
 
-        The request with the fewest slots is next, and of these the one that came first. A sequence gets the slot that
-        holds its longest prefix, or the one that has been unused for longest.
+        The request with the fewest slots is next, and of these the one that came first. A sequence gets the idle slot
+        that holds most of it, and of equal ones the least recently used.
         """
         new = {}
         if not self.idle_slots or not self.queue or self.delay_prefill():
             return new
-        num_new = 0  # tokens
-        while self.idle_slots and self.queue and num_new < MAX_NUM_BATCHED_TOKENS:
+        num_tokens = 0  # to compute
+        while self.idle_slots and self.queue and num_tokens < MAX_NUM_BATCHED_TOKENS:
             request = min(self.queue, key=lambda request: request.num_running)
             sequence = request.waiting.popleft()
             if not request.waiting:
                 del self.queue[request]
             ids = sequence.completion.cached_tokens()
             num_cached = {slot: self.decoder.prefix_cache.match(slot, ids) for slot in self.idle_slots}
-            slot = max(num_cached, key=num_cached.get)  # the first of equals
-            num_new += len(ids) + 1 - num_cached[slot]
+            slot = max(num_cached, key=num_cached.get)  # the first of equal ones
+            num_tokens += len(ids) + 1 - num_cached[slot]
             self.idle_slots.remove(slot)
             request.num_running += 1
             new[slot] = sequence
@@ -261,7 +261,7 @@ class Worker(threading.Thread):
     def deliver(self, outputs: list[engine.StepOutput]) -> None:
         """Gives the outputs of a step to their sequences, and notifies the event loop at each stream_interval.
 
-        The first and the last token of an answer do not wait. A client that does not stream hears of the end alone.
+        The first and the last token of an answer do not wait. A client that does not stream only gets the end.
         """
         urgent = set()
         for output in outputs:
@@ -290,5 +290,5 @@ class Worker(threading.Thread):
         for request in requests:
             request.error = request.error or error
         if requests:
-            with contextlib.suppress(RuntimeError):  # nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(lambda: [request.updated.set() for request in requests])
