@@ -2538,6 +2538,7 @@ def describe_machine(ranks: Ranks) -> dict:
         "numpy": np.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
+        "gpu_uuid": str(torch.cuda.get_device_properties(ranks.device).uuid) if gpu else "",
         "num_devices": ranks.world,
         "git_commit": commit.removesuffix("-dirty"),
         "git_dirty": commit.endswith("-dirty"),
@@ -3106,8 +3107,9 @@ def make_config(args: argparse.Namespace) -> Config:
         args.run_dir = str(Path(__file__).parent)
     command = read_description(Path(args.run_dir))["command"]
     if command != "pretrain":
-        way = f"python runs/{command}.py --resume --run-dir {args.run_dir}"
-        raise UserError(f"{args.run_dir} is a run of runs/{command}.py; continue it with {way}")
+        tool = f"runs/encoder/{command}.py" if command.endswith("encoder") else f"runs/{command}.py"
+        way = f"python {tool} --resume --run-dir {args.run_dir}"
+        raise UserError(f"{args.run_dir} is a run of {tool}; continue it with {way}")
     return resumed_config(args)
 
 

@@ -48,7 +48,7 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     core = read_core(table)[1] if table.is_file() else None
     metrics = {"seed": config["seed"], **run_metrics(log), "core": core}
     about = run_dir.name, machine["device"], machine["num_devices"], data
-    gpus = [machine["gpu_uuid"]] if "gpu_uuid" in machine else None
+    gpus = [machine["gpu_uuid"]] if machine.get("gpu_uuid") else None
     session = entry.session(run["starts"][0]["date"][:10], machine["device"], gpus)
     return json.dumps(shared), Row(*about, [metrics], [points(log)], session)
 

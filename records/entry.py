@@ -178,7 +178,7 @@ def make_record(folder: Path, script: str, baseline: str | None) -> dict:
         "runs": runs,
     }
     gpus = {start["machine"].get("gpu_uuid") for file in run_files for start in file["starts"]}
-    if None not in gpus:
+    if all(gpus):  # a CPU has none, nor have older scripts
         record["gpus"] = sorted(gpus)
     return {**record, **recompute(folder, record), "files": hashes(folder)}
 

@@ -89,6 +89,7 @@ def take_step(now) -> ts.Batch:
     return answers
 
 
+@pytest.mark.timeout(400)  # 65 s on two free cores
 def test_it_learns(setup):
     """In 36 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
     now = setup("--steps", 36, "--prompts", 32, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
