@@ -1544,8 +1544,10 @@ class Optimizer:
 
     def overflowed(self, slots: list[Slot]) -> bool:
         """Whether a gradient in fp16 is not finite on some rank; other dtypes have room."""
-        grads = [slot.param.grad for slot in slots if slot.param.dtype == torch.float16]
-        return bool(grads) and not self.all_finite([g._values() if g.is_sparse else g for g in grads])
+        if not any(slot.param.dtype == torch.float16 for slot in slots):
+            return False
+        grads = [slot.param.grad for slot in slots]
+        return not self.all_finite([g._values() if g.is_sparse else g for g in grads])
 
     def own_param(self, slot: Slot) -> Tensor | None:
         """This rank's part of the parameter, to be written; None if the master is the parameter."""
