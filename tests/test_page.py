@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx2
@@ -247,7 +248,8 @@ def test_a_streamed_answer_without_a_browser(chat_server):
             async with openai.AsyncOpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as client:
                 return [part async for part in page.stream_answer(client.chat.completions.create, fields)]
 
-        return asyncio.run(collect())
+        with ThreadPoolExecutor(1) as pool:  # Playwright leaves an event loop running in this thread
+            return pool.submit(asyncio.run, collect()).result()
 
     tok = chat_server.server.tokenizer
     special = {name[2:-2]: i for name, i in tok.specials.items()}
