@@ -1,27 +1,20 @@
-"""Compares entries, run directories and the logs of other projects: table, differences, plot.
+"""Compares entries and run directories: table, differences, plot.
 
     python records/compare.py                                         baselines/, by dataset and hardware
     python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
-    python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
 
-Logs of modded-nanogpt state neither tokens nor bits per byte: --tokens-per-step gives the former
-(comma-separated for equal parts of the run), --bytes-per-token of its validation text the latter.
-Logs of nanochat state both; their clock starts after step 10. Bits per byte of different texts are
-not comparable. In a folder of runs, finished ones count.
+In a folder of runs, finished ones count.
 """
 
 import argparse
 import fnmatch
 import json
-import math
 import os
-import re
 from pathlib import Path
 
 import entry
 import files
-import numpy as np
 import plots
 import rules
 import text
@@ -53,96 +46,7 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     return json.dumps(shared), Row(*about, [metrics], [points(log)], session)
 
 
-def number(pattern: str, log: str) -> float | None:
-    """The number that a pattern finds in a log, with or without commas."""
-    found = re.search(pattern, log, re.M)
-    return float(found[1].replace(",", "")) if found else None
-
-
-def modded_row(path: Path, log: str, args: argparse.Namespace) -> tuple[str, Row]:
-    """A log of modded-nanogpt: `step:250/1285 val_loss:4.4890 train_time:7925ms step_avg:31.70ms`."""
-    sizes = [int(size) for size in args.tokens_per_step.split(",") if size]
-    bytes_per_token = args.bytes_per_token
-    found = re.findall(r"^step:(\d+)/(\d+) (?:val_loss:([\d.]+) )?train_time:(\d+)ms", log, re.M)
-    last, total, loss, milliseconds = found[-1]
-    if last != total or not loss:
-        raise UserError(f"{path} is the log of a run that did not finish: step {last} of {total}")
-    total = int(total)
-    seconds = int(milliseconds) / 1e3
-
-    def tokens(step: int) -> int:
-        """Steps in equal parts, one for each number of tokens."""
-        part = total / len(sizes)
-        steps = np.clip(step - part * np.arange(len(sizes)), 0, part)
-        return round(float(steps @ sizes))
-
-    def bpb(nats: str) -> float | None:
-        return float(nats) / math.log(2) / bytes_per_token if bytes_per_token else None
-
-    count = tokens(total) if sizes else None
-    memory = number(r"^peak memory allocated: (\d+) MiB", log)
-    run = dict.fromkeys(METRICS)
-    run |= {"val_bpb": bpb(loss), "steps": total, "tokens": count, "train_seconds": seconds}
-    run |= {"tokens_per_second": count and count / seconds}
-    run |= {"peak_memory_gib": memory and memory / 1024}
-    curve = []
-    for step, _, nats, ms in found:
-        if nats and sizes and bytes_per_token:
-            curve.append((tokens(int(step)), int(ms) / 1e3, None, bpb(nats)))
-    devices = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off)\s+\|", log, re.M) or ["unknown"]
-    row = Row(path.stem, devices[0], len(devices), "modded-nanogpt", [run], [curve])
-    return json.dumps(["modded-nanogpt", str(path.parent), total, row.device, row.num_devices]), row
-
-
-def nanochat_row(path: Path, log: str) -> tuple[str, Row]:
-    """A log of nanochat: `step 00250/02520 (9.92%) | loss: 3.1 | ... | dt: 31.70ms | tok/sec: 1,234 | ...`."""
-    step_line = r"^step (\d+)/(\d+) .*?\| dt: ([\d.]+)ms \| tok/sec: [\d,]+ \| (?:bf16_)?mfu: ([\d.]+)"
-    found = re.findall(step_line, log, re.M)
-    batch = number(r"^Total batch size ([\d,]+)", log)
-    if not found or not batch:
-        what = "total batch size" if found else "step with loss, dt, tok/sec and mfu"
-        raise UserError(f"{path} has no {what}; give the whole log")
-    batch = int(batch)
-    steps, totals, milliseconds, mfu = np.array(found, float).T
-    total = int(totals[0])
-
-    # The clock by finished steps; a line is numbered by the steps before it.
-    taken = np.where(steps > 10, milliseconds / 1e3, 0.0)
-    seconds = {0: 0.0, **dict(zip((steps + 1).tolist(), np.cumsum(taken).tolist(), strict=True))}
-    clock = float(taken.sum())
-    vals = re.findall(r"^Step (\d+) \| Validation bpb: ([\d.]+)", log, re.M)
-    ends = [i for i, (step, _) in enumerate(vals) if int(step) == total]
-    if not ends or not clock or total not in seconds:
-        raise UserError(f"{path} is the log of a run that did not finish, or of less than 11 steps")
-    vals = vals[: ends[0] + 1]  # finetuning behind it counts from 0 again
-
-    memory = number(r"^Peak memory usage: ([\d.]+)MiB", log)
-    of_all = number(r"^Tokens / micro-batch: .*?([\d,]+)$", log)
-    of_one = number(r"^Tokens / micro-batch / rank: .*?([\d,]+)$", log)
-    core = number(rf"^Step 0*{total} \| CORE metric: ([-\d.]+)", log)
-    run = {"val_bpb": float(vals[-1][1]), "core": core, "steps": total, "tokens": total * batch}
-    run |= {"train_seconds": clock, "tokens_per_second": (total - 11) * batch / clock}
-    run |= {"mfu": float(mfu @ taken) / 100 / clock, "peak_memory_gib": memory and memory / 1024}
-    curve = []
-    for step, bpb in vals:
-        if int(step) in seconds:
-            curve.append((int(step) * batch, seconds[int(step)], None, float(bpb)))
-    gpu = re.search(r"^GPU: (.+?) \|", log, re.M)
-    ranks = int(of_all // of_one) if of_all and of_one else 1
-    row = Row(path.stem, gpu[1] if gpu else "unknown", ranks, "nanochat", [run], [curve])
-    return json.dumps(["nanochat", str(path.parent), total, batch, row.device, ranks]), row
-
-
-def foreign_row(path: Path, args: argparse.Namespace) -> tuple[str, Row]:
-    log = path.read_text(encoding="utf-8", errors="replace")
-    if re.search(r"^step:\d+/\d+ (val_loss:[\d.]+ )?train_time:", log, re.M):
-        return modded_row(path, log, args)
-    if re.search(r"^step \d+/\d+ \(.*\| dt: ", log, re.M):
-        return nanochat_row(path, log)
-    raise UserError(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or entry")
-
-
-def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
+def read_rows(paths: list[Path]) -> list[Row]:
     """One row for each entry, and one for each set of runs that differ in their seed only."""
     rows = []
     groups = {}
@@ -152,9 +56,9 @@ def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
         if (path / "record.json").is_file():
             rows.append(record_row(path))
         elif path.is_dir() and not (path / "log.jsonl").is_file() and inside:
-            rows += read_rows(inside, args)
+            rows += read_rows(inside)
         else:
-            key, row = foreign_row(path, args) if path.is_file() else run_row(path)
+            key, row = run_row(path)
             groups.setdefault(key, []).append(row)
     return rows + [merge_seeds(group) for group in groups.values()]
 
@@ -166,8 +70,7 @@ def merge_seeds(group: list[Row]) -> Row:
     name = os.path.commonprefix(names).rstrip("_-. ") or f"{first.name} and more"
     runs = [row.runs[0] for row in group]
     curves = [row.curves[0] for row in group]
-    seeds = [run["seed"] for run in runs if "seed" in run]  # logs of other projects state none
-    if len(set(seeds)) < len(seeds):
+    if len({run["seed"] for run in runs}) < len(runs):
         raise UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
     session = None
     if all(row.session for row in group) and len({row.session[0] for row in group}) == 1:
@@ -226,8 +129,8 @@ def differences(rows: list[Row], base: Row) -> str:
 
 def difference(row: Row, base: Row, metric: str, reason: str) -> str:
     """A cell of differences(); `reason` says why two rows do not compare."""
-    if reason or not row.values(metric) or not base.values(metric):
-        return f"not compared: {reason or 'not stated'}"
+    if reason:
+        return f"not compared: {reason}"
     test = welch(row.values(metric), base.values(metric))
     if metric == "val_bpb":
         return text.difference_text(test, 5)
@@ -255,17 +158,15 @@ def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("folders", metavar="FOLDER", type=Path, nargs="*", help="entries, run directories, logs (default baselines/)")
+    add("folders", metavar="FOLDER", type=Path, nargs="*", help="entries, run directories (default baselines/)")
     add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
     add("--price", type=float, metavar="USD", help="price of one GPU for an hour, for a column of costs")
     add("--target", type=float, metavar="BPB", help="bits per byte, for a column with the p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="file for a plot of bits per byte (.png, .svg)")
-    add("--tokens-per-step", metavar="N[,N]", default="", help="tokens of a step in logs of modded-nanogpt")
-    add("--bytes-per-token", type=float, metavar="X", help="bytes of a validation token in logs of modded-nanogpt")
     args = parser.parse_args(argv)
     if missing := [str(path) for path in args.folders if not path.exists()]:
-        raise UserError(f"{', '.join(missing)} does not exist; name entries, run directories or logs")
-    rows = read_rows(args.folders or [files.BASELINES], args)
+        raise UserError(f"{', '.join(missing)} does not exist; name entries or run directories")
+    rows = read_rows(args.folders or [files.BASELINES])
     base = find_row(rows, args.baseline) if args.baseline else None
     if base and base not in rows:
         rows.insert(0, base)

@@ -66,14 +66,12 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     heights = []
     for i, row in enumerate(rows):
         style = {"color": COLORS.get(row.name, f"C{i % 10}"), "ms": 4}
-        best = row.mean("val_bpb")
-        name = f"{row.name}, {row.num_devices} x {row.device}" + (f": {best:.4f}" if best else "")
+        name = f"{row.name}, {row.num_devices} x {row.device}: {row.mean('val_bpb'):.4f}"
         panels[0].plot([], [], marker="o", label=name, **style)
         for curve in row.curves:
-            train = [p for p in curve if p[2] is not None]
             val = [p for p in curve if p[3] is not None]
             for x, axes in enumerate(panels):
-                axes.plot([p[x] for p in train], [p[2] for p in train], lw=0.8, alpha=0.45, **style)
+                axes.plot([p[x] for p in curve], [p[2] for p in curve], lw=0.8, alpha=0.45, **style)
                 width = 1.2 if len(val) > 1 else 0
                 axes.plot([p[x] for p in val], [p[3] for p in val], marker="o", lw=width, **style)
             # The first eighth of a run is far above the rest, which is what one wants to see.
@@ -82,9 +80,8 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     for axes, label in zip(panels, ("training tokens", "training seconds"), strict=True):
         axes.set(xlabel=label, ylabel="bits per byte")
         axes.grid(alpha=0.3)
-        if heights:
-            margin = 0.05 * (max(heights) - min(heights)) or 0.1
-            axes.set_ylim(min(heights) - margin, max(heights) + margin)
+        margin = 0.05 * (max(heights) - min(heights))
+        axes.set_ylim(min(heights) - margin, max(heights) + margin)
     panels[0].xaxis.set_major_formatter(EngFormatter())
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
