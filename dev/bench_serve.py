@@ -5,36 +5,31 @@
     python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third disconnects
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
-    python dev/bench_serve.py out/RUN --compile --repeats 5
-                                                         with a server of its own
-    python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a
-                                                         model that says random ids every 3 ms
+    python dev/bench_serve.py out/RUN --compile          with a server of its own
+    python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a model that says
+                                                         random ids every 3 ms
 
-Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client
-asks once more for the rest, until the count is full. "short" counts these further requests. The
-clients are threads of processes of their own with plain sockets, so that what is measured is the
-server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
-is read at the start, in the middle and at the end of a soak, and "cpu us" is its processor time for
-each token (Linux). With a run directory the bench starts the server itself, with --max-num-seqs
-and --compile as given, and ends it. With --repeats the figures are medians. The last line is the
-result as JSON.
-
-The time to the first token is from the start of a connection to the first event with text.
-Tokens are those that the server counts (usage of a stream), not events, which may hold several.
+Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
+the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
+to the first token is from the start of a connection to the first event with text. With --pid the memory of the server
+is read during a soak, and "cpu us" is its processor time for each token (Linux). The clients are threads of processes
+of their own with plain sockets, so that what is measured is the server. The last line is the result as JSON.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
-import threading
 import time
 import urllib.request
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +38,7 @@ import numpy as np
 HOST = "127.0.0.1"
 WORDS = "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
 KEY_VARIABLE = "DECODERSTACK_API_KEY"
+SEEDS = itertools.count()  # of requests: no question comes twice, as the server would know it
 
 
 @dataclass
@@ -55,36 +51,31 @@ class Outcome:
     error: str = ""
 
 
+@dataclass
 class Client:
-    """Sends requests over one connection after the other, and reads streams."""
+    """Sends requests, each over a connection of its own."""
 
-    def __init__(self, port: int, chat: bool, tokens: int, seed: int, as_json: bool = False):
-        self.as_json = as_json
-        self.port = port
-        self.chat = chat
-        self.tokens = tokens
-        self.rng = random.Random(seed)
+    port: int
+    chat: bool
+    rng: random.Random
 
-    def body(self) -> dict:
+    def body(self, tokens: int) -> dict:
         question = " ".join(self.rng.choices(WORDS, k=self.rng.randint(5, 40)))
         fields = {
-            "max_tokens": self.tokens,
+            "max_tokens": tokens,
             "temperature": 0.8,
             "seed": self.rng.randrange(2**31),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.as_json:
-            schema = {"type": "array", "items": {"type": "boolean"}, "minItems": self.tokens}
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         if self.chat:
             return fields | {"messages": [{"role": "user", "content": question}]}
         return fields | {"prompt": question}
 
-    def ask(self, abort_after: int = 0) -> Outcome:
+    def ask(self, tokens: int, abort_after: int = 0) -> Outcome:
         """One request; the client disconnects after so many events, if that is not 0."""
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
-        data = json.dumps(self.body()).encode()
+        data = json.dumps(self.body(tokens)).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {HOST}:{self.port}\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(data)}\r\n"
@@ -92,23 +83,21 @@ class Client:
         if key := os.environ.get(KEY_VARIABLE):
             head += f"Authorization: Bearer {key}\r\n"
         began = time.perf_counter()
-        with socket.create_connection((HOST, self.port), timeout=120) as connection:
-            connection.sendall(head.encode() + b"\r\n" + data)
-            return read_stream(connection, began, abort_after)
+        try:
+            with socket.create_connection((HOST, self.port), timeout=120) as connection:
+                connection.sendall(head.encode() + b"\r\n" + data)
+                return read_stream(connection, began, abort_after)
+        except OSError as error:
+            return Outcome(0, 0.0, False, f"{type(error).__name__}: {error}")
 
-    def ask_in_full(self) -> list[Outcome]:
-        """Requests until exactly `tokens` tokens came."""
+    def ask_in_full(self, tokens: int) -> list[Outcome]:
+        """Requests until exactly so many tokens came."""
         outcomes = []
-        missing = self.tokens
-        whole = self.tokens
-        while missing > 0:
-            self.tokens = missing
-            outcome = self.ask()
-            outcomes.append(outcome)
-            if outcome.error or not outcome.tokens:
+        while tokens > 0:
+            outcomes.append(self.ask(tokens))
+            if outcomes[-1].error or not outcomes[-1].tokens:
                 break
-            missing -= outcome.tokens
-        self.tokens = whole
+            tokens -= outcomes[-1].tokens
         return outcomes
 
 
@@ -149,62 +138,33 @@ def has_text(choice: dict) -> bool:
 # ---- load
 
 
-def run_clients(settings: dict, results) -> None:
-    """The threads of one process: each asks until the requests of all are used up."""
-    lock = threading.Lock()
-    left = [settings["requests"]]
-    outcomes = []
+def run_clients(port: int, chat: bool, tokens: int, clients: int, abort_fraction: float, seeds: list) -> list[Outcome]:
+    """One request of a thread for each seed, by so many threads."""
 
-    def work(seed: int) -> None:
-        as_json = settings["json"] and seed == settings["seed"]
-        client = Client(settings["port"], settings["chat"], settings["tokens"], seed, as_json)
-        while True:
-            with lock:
-                if left[0] <= 0:
-                    return
-                left[0] -= 1
-            aborts = settings["abort_fraction"] and client.rng.random() < settings["abort_fraction"]
-            try:
-                if aborts:
-                    new = [client.ask(client.rng.randint(1, 1 + client.tokens // 8))]
-                elif settings["exact"]:
-                    new = client.ask_in_full()
-                else:
-                    new = [client.ask()]
-            except OSError as error:
-                new = [Outcome(0, 0.0, False, f"{type(error).__name__}: {error}")]
-            with lock:
-                outcomes.extend(new)
+    def work(seed: int) -> list[Outcome]:
+        client = Client(port, chat, random.Random(seed))
+        if not abort_fraction:
+            return client.ask_in_full(tokens)
+        aborts = client.rng.random() < abort_fraction
+        return [client.ask(tokens, client.rng.randint(1, 1 + tokens // 8) if aborts else 0)]
 
-    seeds = [settings["seed"] + i for i in range(settings["clients"])]
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    results.put(json.dumps([vars(outcome) for outcome in outcomes]))
+    with ThreadPoolExecutor(clients) as threads:
+        return list(itertools.chain.from_iterable(threads.map(work, seeds)))
 
 
-def load(args, clients: int, requests: int, abort_fraction: float = 0.0, exact: bool = True) -> dict:
-    """The outcome of so many clients together, spread over a few processes."""
+def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict:
+    """The outcome of so many clients together, spread over a few processes; without aborts, answers are in full."""
     processes = min(args.processes, clients)
-    results = multiprocessing.Queue()
-    workers = []
-    for i in range(processes):
-        settings = {
-            "port": args.port, "chat": args.chat, "tokens": args.tokens, "abort_fraction": abort_fraction,
-            "exact": exact, "seed": 1000 * (i + 1) + args.seed, "clients": share(clients, processes, i),
-            "requests": share(requests, processes, i), "json": i < args.json,
-        }  # fmt: skip
-        workers.append(multiprocessing.Process(target=run_clients, args=(settings, results)))
+    seeds = list(itertools.islice(SEEDS, requests))
     cpu = server_cpu(args.pid)
     began = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    outcomes = [Outcome(**one) for _ in workers for one in json.loads(results.get())]
+    with ProcessPoolExecutor(processes) as pool:
+        parts = []
+        for i in range(processes):
+            settings = (args.port, args.chat, args.tokens, share(clients, processes, i), abort_fraction)
+            parts.append(pool.submit(run_clients, *settings, seeds[i::processes]))
+        outcomes = [outcome for part in parts for outcome in part.result()]
     seconds = time.perf_counter() - began
-    for worker in workers:
-        worker.join()
     if cpu is not None:
         cpu = server_cpu(args.pid) - cpu
 
@@ -219,7 +179,7 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0, exact: 
         "tokens_per_s": round(tokens / seconds, 1),
         "first_ms": round(1000 * float(np.median(firsts)), 1) if firsts else None,
         "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1) if firsts else None,
-        "short": len(outcomes) - requests if exact else 0,
+        "short": len(outcomes) - requests,
         "aborted": sum(outcome.aborted for outcome in outcomes),
         "cpu_us": round(1e6 * cpu / tokens, 1) if cpu is not None and tokens else None,
         "errors": len(errors),
@@ -227,45 +187,19 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0, exact: 
     }
 
 
-def middle(repeats: list[dict]) -> dict:
-    """Medians of the figures of some repeats, and sums of what they count."""
-    if len(repeats) == 1:
-        return repeats[0]
-    result = dict(repeats[0])
-    for name in ("requests", "tokens", "short", "aborted", "errors"):
-        result[name] = sum(one[name] for one in repeats)
-    for name in ("seconds", "tokens_per_s", "first_ms", "first_ms_p95", "cpu_us"):
-        values = [one[name] for one in repeats if one[name] is not None]
-        result[name] = round(float(np.median(values)), 2) if values else None
-    result["first_error"] = next((one["first_error"] for one in repeats if one["errors"]), "")
-    return result | {"repeats": repeats}
-
-
-def spread(repeats: list[dict]) -> str:
-    """The lowest and the highest speed and time to the first token, if there are several."""
-    if len(repeats) == 1:
-        return ""
-    speeds = [one["tokens_per_s"] for one in repeats]
-    firsts = [one["first_ms"] or 0 for one in repeats]
-    return f"  {min(speeds)} to {max(speeds)} tokens/s, first {min(firsts)} to {max(firsts)} ms"
-
-
 def share(total: int, parts: int, i: int) -> int:
     return total // parts + (i < total % parts)
 
 
 def server_memory(pid: int | None) -> float | None:
-    """Resident memory of the server in MiB, where the system says it."""
+    """Resident memory of the server in MiB."""
     if pid is None:
         return None
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return round(int(line.split()[1]) / 1024, 1)
-    return None
+    return round(int(re.search(r"VmRSS:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024, 1)
 
 
 def server_cpu(pid: int | None) -> float | None:
-    """Seconds of processor time that the server has used, where the system says it."""
+    """Seconds of processor time that the server has used."""
     if pid is None:
         return None
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -285,7 +219,7 @@ def soak(args) -> dict:
     parts = []
     memory = [server_memory(args.pid)]
     for _ in range(4):
-        parts.append(load(args, args.clients[-1], args.soak // 4, abort_fraction=1 / 3, exact=False))
+        parts.append(load(args, args.clients[-1], args.soak // 4, abort_fraction=1 / 3))
         memory.append(server_memory(args.pid))
         print(row(parts[-1]), f"  memory {memory[-1]} MiB", flush=True)
     time.sleep(1)
@@ -381,13 +315,10 @@ def main() -> int:
     add("--port", type=int, default=8000, help="port of the server on 127.0.0.1 [%(default)s]")
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
     add("--requests", type=int, default=4, help="requests of each client, of a single one four times as many")
-    add("--repeats", type=int, default=1, help="runs of each number of clients; shown are medians [%(default)s]")
     add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
     add("--pid", type=int, help="process id of the server, for its memory and processor time")
     add("--processes", type=int, default=4, help="processes that the clients are spread over [%(default)s]")
-    add("--json", type=int, default=0, metavar="N", help="clients that ask for JSON, at most one a process")
-    add("--seed", type=int, default=0, help="seed of the questions [%(default)s]")
     add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
     add("--max-num-seqs", type=int, default=64, help="slots of the bench's own server")
     add("--compile", action="store_true", help="compiled steps in the bench's own server")
@@ -420,9 +351,8 @@ def measure(args) -> int:
         result = []
         for clients in args.clients:
             requests = args.requests * clients * (4 if clients == 1 else 1)
-            repeats = [load(args, clients, requests) for _ in range(args.repeats)]
-            result.append(middle(repeats))
-            print(row(result[-1]) + spread(repeats), flush=True)
+            result.append(load(args, clients, requests))
+            print(row(result[-1]), flush=True)
     print(json.dumps(result))
     failed = result["errors"] if args.soak else sum(part["errors"] for part in result)
     return 1 if failed else 0

@@ -3,11 +3,10 @@
     pip install trl peft "lm_eval[hf,api]"        into an environment of its own, beside requirements-test.txt
     python dev/check_export.py out/RUN            of pretraining or finetuning; a small one, it runs on the CPU
 
-It exports the run to a temporary folder and prints a line for each check. It ends with exit code 1 if
-one fails. The code and the commands of the model card run too, with fewer steps and with tasks that
-need no download. A run of runs/portable.args also becomes a GGUF file after TRL has finetuned it, for
-llama.cpp of dev/check_gguf.py. CI does not run it: these packages are large. What they print is in
-dev/LOG.md.
+It exports the run to a temporary folder, compares scores of the harness with the script's, and runs the code and the
+commands of the model card, with fewer steps and with tasks that need no download. It prints a line for each check, and
+ends with exit code 1 if one fails. CI does not run it: these packages are large. tests/test_export_model.py compares
+logits and losses.
 """
 
 import argparse
@@ -33,7 +32,8 @@ if __name__ == "__main__":
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "runs"))
 
 import datasets
 import engine
@@ -43,12 +43,10 @@ import peft
 import torch
 import transformers
 import trl
-from check_gguf import ask_llama_cpp
-from lib import export_portable
+from check_gguf import own_logits
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-STEPS = 20
 TEXTS = [
     "The river was high that spring, and nobody crossed it before May.",
     "A list is an ordered sequence of items.\n\nIts items may be of any type.",
@@ -68,30 +66,11 @@ class Checks:
             self.failed.append(name)
 
 
-def script_logits(run, ids: list[int]) -> torch.Tensor:
-    """Logits of the training script's forward after each id: (T, V)."""
-    count = len(ids)
-    borders = torch.tensor([0, count], dtype=torch.int32)
-    with torch.no_grad():
-        logits = run.model(torch.tensor(ids).int(), None, torch.arange(count), borders, count)
-    return logits[:, : run.tokenizer.vocab_size]
-
-
 def script_score(run, text: str, start: int) -> float:
     """Log-likelihood of the tokens of a text from token `start` on, after BOS."""
     ids = [run.tokenizer.bos_id, *run.tokenizer.encode(text)]
-    log_probs = script_logits(run, ids[:-1]).log_softmax(-1)
+    log_probs = own_logits(run, ids[:-1]).log_softmax(-1)
     return sum(log_probs[i - 1, ids[i]].item() for i in range(1 + start, len(ids)))
-
-
-def check_logits(checks: Checks, run, model) -> None:
-    rng = torch.Generator().manual_seed(0)
-    count = min(1024, run.config.max_seq_len)
-    ids = torch.randint(0, run.tokenizer.vocab_size, (count,), generator=rng).tolist()
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-    error = (logits - script_logits(run, ids)).abs().max().item()
-    checks.report("logits", f"{count} tokens, largest difference {error:.1e}", error < 1e-5)
 
 
 def instance(kind: str, *arguments) -> Instance:
@@ -117,9 +96,6 @@ def check_harness(checks: Checks, run, folder: str) -> None:
     found = HFLM(**common, add_bos_token=False).loglikelihood_rolling(requests)
     error = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     checks.report("harness, perplexity", f"largest difference {error:.1e} nats", error < 1e-3)
-    twice = judge.loglikelihood_rolling(requests)
-    error = max(abs(a - b) for a, b in zip(twice, expected, strict=True))
-    checks.report("harness, perplexity with two BOS", f"differs by {error:.1e} nats", error > 1e-3)
 
 
 def training_data() -> datasets.Dataset:
@@ -130,88 +106,6 @@ def training_data() -> datasets.Dataset:
         answer = {"role": "assistant", "content": f"It is {i + i % 7}."}
         rows.append({"messages": [question, answer]})
     return datasets.Dataset.from_list(rows)
-
-
-def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options):
-    """20 steps with TRL's defaults, but for what a small model on a CPU needs. Returns the trainer."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    args = trl.SFTConfig(
-        output_dir=str(work / name),
-        max_steps=STEPS,
-        logging_steps=1,
-        learning_rate=1e-3,
-        max_length=min(1024, model.config.max_position_embeddings),
-        assistant_only_loss=True,
-        eos_token="<|assistant_end|>",
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=training_data(),
-        processing_class=tokenizer,
-        **trainer_options,
-    )
-    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-
-    # TRL computes the loss from the head's weight, and must come to what the model itself says.
-    batch = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad():
-        fused = trainer.model(**batch, fused_lm_head=True).loss.item()
-        plain = trainer.model(**batch).loss.item()
-    difference = abs(fused - plain)
-    found = f"{fused:.6f} by TRL, {plain:.6f} by the model"
-    checks.report(f"{name}, loss", found, difference < 1e-4)
-
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = f"{len(losses)} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}"
-    checks.report(name, found, len(losses) == STEPS and losses[-1] < losses[0])
-    return trainer
-
-
-def check_llama_cpp(checks: Checks, trainer, work: Path) -> None:
-    """Greedy answers of llama.cpp after finetuning, against transformers."""
-    trainer.save_model(work / "tuned")
-    export.main([str(work / "tuned"), "--gguf", str(work / "tuned.gguf"), "--type", "f32"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tuned")
-    model = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned")
-    chats = [[{"role": "user", "content": f"What is {i} + {i % 5}?"}] for i in range(100, 120)]
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    inputs = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
-    prompts = [row["input_ids"][0].tolist() for row in inputs]
-    found = ask_llama_cpp(work, work / "tuned.gguf", {"prompts": prompts, "count": 20})["prompts"]
-    texts = [model.generate(**row, do_sample=False, max_new_tokens=20)[0].tolist() for row in inputs]
-    # It goes on behind the end of an answer, where transformers stops.
-    found = [row[: (row + [tokenizer.eos_token_id]).index(tokenizer.eos_token_id) + 1] for row in found]
-    equal = sum(ours == ids + theirs for ours, ids, theirs in zip(texts, prompts, found, strict=True))
-    sample = tokenizer.decode(found[0])
-    checks.report("llama.cpp", f"{equal} of {len(chats)} greedy answers equal, as {sample!r}", equal == len(chats))
-
-
-def check_lora(checks: Checks, folder: str, work: Path) -> None:
-    options = peft.LoraConfig(target_modules="all-linear", r=8, task_type="CAUSAL_LM")
-    trainer = train(checks, "LoRA", folder, work, peft_config=options)
-    adapted = {name.split(".")[-1] for name in trainer.model.targeted_module_names}
-    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
-    checks.report("LoRA, modules", " ".join(sorted(adapted)), adapted >= expected)
-
-    # The adapter loads again, and merges into the weights.
-    trainer.model.save_pretrained(work / "adapter")
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    again = peft.PeftModel.from_pretrained(fresh, work / "adapter")
-    ids = torch.arange(3, 60)[None]
-    plain = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval()
-    with torch.no_grad():
-        trained = plain(ids).logits
-        loaded = again.eval()(ids).logits
-        merged = again.merge_and_unload()(ids).logits
-    error = max((loaded - trained).abs().max().item(), (merged - trained).abs().max().item())
-    checks.report("LoRA, loaded and merged", f"largest difference {error:.1e}", error < 1e-3)
 
 
 # Tasks in place of those of the card, which the harness would download.
@@ -256,8 +150,7 @@ def check_card(checks: Checks, run_dir: Path, folder: str, work: Path) -> None:
         checks.report("card", f"ran {block.splitlines()[0]}", True)
 
     write_tasks(work)
-    root = Path(__file__).resolve().parents[1]
-    with serving(root, run_dir):
+    with serving(run_dir):
         for command in re.findall(r"^lm_eval (?:.*\\\n)*.*$", card, re.M):
             task = "texts" if "wikitext" in command else "answers"
             command = command.replace("\\\n", " ")
@@ -270,9 +163,9 @@ def check_card(checks: Checks, run_dir: Path, folder: str, work: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(root: Path, run_dir: Path):
+def serving(run_dir: Path):
     """The server at its usual address, once it answers."""
-    words = [sys.executable, root / "runs/serve.py", run_dir, "--device", "cpu"]
+    words = [sys.executable, ROOT / "runs/serve.py", run_dir, "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(words, **pipes) as server:
         for line in server.stdout:
@@ -294,13 +187,7 @@ def main() -> None:
         work = Path(temporary)
         folder = str(work / "model")
         export.main([str(run_dir), "--out", folder, "--name", folder])
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        check_logits(checks, run, load(folder, trust_remote_code=True))
         check_harness(checks, run, folder)
-        trainer = train(checks, "SFT", folder, work)
-        if not export_portable.why_not_portable(run.model):
-            check_llama_cpp(checks, trainer, work)
-        check_lora(checks, folder, work)
         check_card(checks, run_dir, folder, work)
     sys.exit(1 if checks.failed else 0)
 
