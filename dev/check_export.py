@@ -171,8 +171,10 @@ def serving(run_dir: Path):
         for line in server.stdout:
             if "http://" in line:
                 break
-        yield
-        server.terminate()
+        try:
+            yield
+        finally:
+            server.terminate()
 
 
 def main() -> None:

@@ -15,93 +15,52 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("train_small.py", "train_medium.py")
-MARKER = re.compile(r"^ *# (>>>|<<<) shared: (\w+)\n", re.M)
+SECTION = re.compile(r"^ *# >>> shared: (\w+)\n.*?^ *# <<< shared: \1\n", re.M | re.S)
+MARKER = re.compile(r"^ *# (?:>>>|<<<) shared: ", re.M)
 
 
-def split(text: str, name: str) -> list[tuple[str, str]]:
-    """(section, text) pieces of a script, in order: with marker lines if shared, the section "" if not."""
-    pieces = []
-    start = 0
-    inside = ""  # the section that is open
-    seen = set()
-    for match in MARKER.finditer(text):
-        opens = match[1] == ">>>"
-        section = match[2]
-        misplaced = section != inside
-        if opens:
-            misplaced = bool(inside) or section in seen
-        if misplaced:
-            line = text.count("\n", 0, match.start()) + 1
-            where = f"{name}:{line}: the marker {match[0].strip()} is out of place"
-            sys.exit(f"error: {where}; sections must not be nested, repeated or closed by another name")
-        # A marker line belongs to its section.
-        border = match.start() if opens else match.end()
-        pieces.append((inside, text[start:border]))
-        start = border
-        inside = section if opens else ""
-        seen.add(section)
-    if inside:
-        sys.exit(f"error: {name}: the section {inside} is not closed; add its line # <<< shared: {inside}")
-    return [*pieces, ("", text[start:])]
+def read(name: str) -> str:
+    return (ROOT / name).read_bytes().decode("utf-8")  # bytes: line ends count
 
 
-def read(name: str) -> list[tuple[str, str]]:
-    return split((ROOT / name).read_bytes().decode("utf-8"), name)  # bytes: line ends count
+def shared(name: str) -> dict[str, str]:
+    """The shared sections of a script, in order, with their marker lines."""
+    text = read(name)
+    sections = {match[1]: match[0] for match in SECTION.finditer(text)}
+    if len(MARKER.findall(text)) != 2 * len(sections):
+        sys.exit(f"error: markers in {name} do not pair; sections must not be nested, repeated or left open")
+    return sections
 
 
-def shared(pieces: list[tuple[str, str]]) -> dict[str, str]:
-    return {section: text for section, text in pieces if section}
+def difference() -> list[str]:
+    """A unified diff of all shared sections."""
+    lines = ["".join(shared(name).values()).splitlines(keepends=True) for name in SCRIPTS]
+    return list(difflib.unified_diff(*lines, *SCRIPTS))
 
 
-def share(pieces: list[tuple[str, str]]) -> float:
-    """Which part of a script's lines is shared."""
-    shared_lines = sum(text.count("\n") for section, text in pieces if section)
-    return shared_lines / sum(text.count("\n") for _, text in pieces)
-
-
-def difference(old: dict[str, str], new: dict[str, str], names: tuple[str, str]) -> list[str]:
-    """A unified diff, section by section; also of what only one script has, or in another order."""
-    if list(old) != list(new):
-        old_order = [f"section {section}\n" for section in old]
-        new_order = [f"section {section}\n" for section in new]
-        return list(difflib.unified_diff(old_order, new_order, *names))
-    lines = []
-    for section, text in old.items():
-        titles = [f"{name}, {section}" for name in names]
-        old_lines = text.splitlines(keepends=True)
-        new_lines = new[section].splitlines(keepends=True)
-        lines += difflib.unified_diff(old_lines, new_lines, *titles)
-    return lines
-
-
-def copy_sections(pieces: dict[str, list], target: str) -> bool:
-    """Overwrites the shared sections of one script with the other's; False if their sections differ."""
+def copy_sections(target: str) -> None:
+    """Overwrites the shared sections of one script with the other's. Raises: SystemExit if their sections differ"""
     other = next(name for name in SCRIPTS if name != target)
-    source = shared(pieces[other])
-    found = shared(pieces[target])
-    if list(source) != list(found):
-        sys.stdout.writelines(difference(found, source, (target, "the other script")))
-        message = f"error: {target} has other sections, or in another order; fix its marker lines"
-        print(message, file=sys.stderr)
-        return False
-    text = "".join(source.get(section, own) for section, own in pieces[target])
+    source = shared(other)
+    if list(source) != list(shared(target)):
+        lists = " and ".join(f"{name} {', '.join(shared(name))}" for name in SCRIPTS)
+        sys.exit(f"error: {lists} are not the same sections in the same order; fix the marker lines of {target}")
+    text = SECTION.sub(lambda match: source[match[1]], read(target))
     (ROOT / target).write_bytes(text.encode("utf-8"))
-    pieces[target] = read(target)
-    return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", choices=SCRIPTS, help="overwrite the shared sections of this one")
     args = parser.parse_args()
-    pieces = {name: read(name) for name in SCRIPTS}
-    if args.to and not copy_sections(pieces, args.to):
-        return 1
-    lines = difference(*(shared(pieces[name]) for name in SCRIPTS), SCRIPTS)
+    if args.to:
+        copy_sections(args.to)
+    lines = difference()
     sys.stdout.writelines(lines)
     for name in SCRIPTS:
-        count = len(shared(pieces[name]))
-        print(f"{name}: {count} shared sections, {share(pieces[name]):.1%} of its lines")
+        sections = shared(name).values()
+        fraction = sum(text.count("\n") for text in sections) / read(name).count("\n")
+        print(f"{name}: {len(sections)} shared sections, {fraction:.1%} of its lines")
     return int(bool(lines))
 
 

@@ -13,20 +13,17 @@ from tiny import ROOT
 
 
 def test_scripts_share_their_sections():
-    """Same sections in the same order with the same bytes, at least 70 % of each script; as `sync.py` reports."""
-    small, medium = (sync.read(name) for name in sync.SCRIPTS)
-    assert list(sync.shared(small)) == list(sync.shared(medium))
-    different = sync.difference(sync.shared(small), sync.shared(medium), sync.SCRIPTS)
-    assert different == [], "".join(different)
-    assert min(sync.share(small), sync.share(medium)) >= 0.7
-    sections = "imports sections_2_to_8 sections_9_to_12"
-    assert list(sync.shared(small)) == sections.split()
-    assert b"\r" not in b"".join((ROOT / name).read_bytes() for name in sync.SCRIPTS)
+    """The same sections with the same bytes, most of each script."""
+    assert "".join(sync.difference()) == ""
+    assert list(sync.shared("train_small.py")) == ["imports", "sections_2_to_8", "sections_9_to_12"]
+    shared = sum(len(text) for text in sync.shared("train_small.py").values())
+    assert shared >= 0.7 * max(len(sync.read(name)) for name in sync.SCRIPTS)
+    assert "\r" not in "".join(map(sync.read, sync.SCRIPTS))
 
 
 def test_shared_sections_ask_for_what_both_configs_have():
     """Every config.NAME of shared code, and every field that a run may not change, is in both Configs."""
-    sections = sync.shared(sync.read(sync.SCRIPTS[0]))
+    sections = sync.shared("train_small.py")
     plain = "".join(sections.values()).split("# 12. KERNELS")[0]  # where c is a tensor
     names = set(re.findall(r"\bconfig\.([a-z]\w+)", "".join(sections.values())))
     names -= {"json", "recompile_limit", "inductor_choices_class"}
@@ -60,8 +57,8 @@ def folder(tmp_path):
 def test_sync_shows_and_copies(folder):
     """A diff and exit code 1; --to replaces the shared sections of that script and nothing else."""
     done = run(folder)
-    assert done.returncode == 1 and "-    new\n+    old\n" in done.stdout and "train_medium.py, two" in done.stdout
-    assert "same" not in done.stdout and "z" not in done.stdout.splitlines(), "equal and own lines are no difference"
+    assert done.returncode == 1 and "-    new\n+    old\n" in done.stdout
+    assert "-same" not in done.stdout and "z" not in done.stdout, "equal and own lines are no difference"
     assert run(folder, "--to", "train_medium.py").returncode == 0
     assert (folder / "train_medium.py").read_text() == NEW.replace("z\n", "a\n")
     assert (folder / "train_small.py").read_text() == NEW
@@ -72,19 +69,15 @@ def test_sync_shows_and_copies(folder):
     assert (folder / "train_small.py").read_text() == OLD.replace("a\n", "z\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (OLD.replace("    # <<< shared: two\n", ""), "two is not closed"),
-        (OLD.replace("<<< shared: one", "<<< shared: two"), "train_medium.py:4"),
-        (OLD.replace("# <<< shared: one\n", ""), "train_medium.py:5"),
-        (OLD + "\n# >>> shared: one\n# <<< shared: one\n", "train_medium.py:10"),
-    ],
-)
-def test_markers_out_of_place(folder, text, words):
+@pytest.mark.parametrize("text", [
+    OLD.replace("    # <<< shared: two\n", ""), OLD.replace("<<< shared: one", "<<< shared: two"),
+    OLD.replace("# <<< shared: one\n", ""), OLD + "\n# >>> shared: one\n# <<< shared: one\n",
+    OLD.replace("same\n", "# >>> shared: three\n# <<< shared: three\n"),
+])  # fmt: skip
+def test_markers_out_of_place(folder, text):
     (folder / "train_medium.py").write_text(text)
     done = run(folder, "--to", "train_small.py")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and words in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: markers in train_medium.py do not pair")
     assert (folder / "train_small.py").read_text() == NEW
 
 
@@ -92,5 +85,5 @@ def test_a_missing_section_is_not_invented(folder):
     """Where a new section belongs, only a person knows."""
     (folder / "train_medium.py").write_text(OLD.replace("two", "three"))
     done = run(folder, "--to", "train_medium.py")
-    assert done.returncode == 1 and "fix its marker lines" in done.stderr and "section two" in done.stdout
+    assert done.returncode == 1 and "fix the marker lines of train_medium.py" in done.stderr
     assert run(folder).returncode == 1
