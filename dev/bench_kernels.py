@@ -1,31 +1,24 @@
 # ruff: noqa: B023, E402, E731
 """Times every kernel of the scripts on a CUDA device against plain PyTorch; tests/test_kernels.py checks them.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [qkv] [fp8] [--seconds 110]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [qkv] [fp8]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
-reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
-code is 1 if a kernel failed.
+reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The exit code is 1 if a kernel
+failed.
 """
 
 import argparse
-import importlib.util
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-SECONDS = 110.0  # no new measurement later than that
 NAMES = ("ce", "sym", "mlp", "attention", "qkv", "fp8")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}; default all")
-    add("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}; default all")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(NAMES):
         parser.error(f"unknown part {unknown.pop()}; use {', '.join(NAMES)}")
@@ -42,21 +35,10 @@ import torch.nn.functional as F
 
 import train_small as K
 
-START = time.perf_counter()
-TABLE = []  # the lines printed at the end
 FAILED = []  # names of what failed
 LIMIT = {}  # what the device reaches: "bf16" and "fp8" in TFLOP/s, "copy" in GB/s
 CAP = K.Softcap(23.0, 5.0, 7.5)
 bf16 = torch.bfloat16
-
-
-def late() -> bool:
-    return time.perf_counter() - START > SECONDS
-
-
-def say(line: str) -> None:
-    TABLE.append(line)
-    print(f"[{time.perf_counter() - START:5.1f} s] {line}", flush=True)
 
 
 def attempt(name: str, function, tiles=False) -> None:
@@ -67,7 +49,7 @@ def attempt(name: str, function, tiles=False) -> None:
         if not tiles:
             FAILED.append(name)
         reason = " ".join(str(error).split())[:160]
-        say(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {reason}")
+        print(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {reason}", flush=True)
 
 
 def measure(function, graph=False) -> float:
@@ -90,10 +72,9 @@ def timed(name: str, function, flop=0, moved=0, kind="bf16", graph=False) -> Non
         if moved:
             rate = moved / ms / 1e6
             line += f"{rate:6.0f} GB/s {100 * rate / LIMIT['copy']:4.0f}%"
-        say(line)
+        print(line, flush=True)
 
-    if not late():
-        attempt(name, one, tiles=name.startswith("  tiles"))
+    attempt(name, one, tiles=name.startswith("  tiles"))
 
 
 def sweep(name: str, table: str, names: str, rows: str, function, **work) -> None:
@@ -124,7 +105,7 @@ def limits() -> None:
         product = lambda: torch._scaled_mm(a8, b8.T, s, t, out_dtype=bf16, use_fast_accum=True)
         LIMIT["fp8"] = 2 * 8192**3 / measure(product) / 1e9
     products = f"bf16 {LIMIT['bf16']:,.0f} TFLOP/s, fp8 {LIMIT['fp8']:,.0f} TFLOP/s"
-    say(f"limits: {products}, copy {LIMIT['copy']:,.0f} GB/s")
+    print(f"limits: {products}, copy {LIMIT['copy']:,.0f} GB/s")
 
 
 # ---- cross-entropy
@@ -262,18 +243,6 @@ def time_attention() -> None:
 
         return varlen_attn(q, k, v, cu, cu, longest, longest, scale=0.1, window_size=(window, 0))
 
-    def flash4(q, k, v):  # the package flash-attn-4, a pre-release
-        from flash_attn.cute import flash_attn_varlen_func
-
-        documents = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-        documents |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        options = {"softmax_scale": 0.1, "causal": True, "window_size": (window, 0)}
-        y = flash_attn_varlen_func(q, k, v, **documents, **options)
-        return y[0] if isinstance(y, tuple) else y
-
-    others = {"torch varlen": varlen}
-    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
-        others["flash-attn-4"] = flash4
     for window in (128, 384, 896, 2048):
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
@@ -288,9 +257,8 @@ def time_attention() -> None:
         name = f"window_attention {T}, window {window}"
         sweep(f"{name}, forward", *tiles, forward, **rate)
         sweep(f"{name}, backward", *tiles, backward, **back)
-        for name, function in others.items():
-            timed(f"  {name}, forward", lambda: function(q, k, v), **rate)
-            timed(f"  {name}, both ways", lambda: torch.autograd.grad(function(*leaves), leaves, g))
+        timed("  torch varlen, forward", lambda: varlen(q, k, v), **rate)
+        timed("  torch varlen, both ways", lambda: torch.autograd.grad(varlen(*leaves), leaves, g))
 
 
 # ---- norm and rotary embedding of queries and keys
@@ -326,18 +294,8 @@ def time_qkv() -> None:
 # ---- fp8 products of a layer, at the widths of both models
 
 
-@dataclass
-class Part:
-    """A part of a layer whose products may be fp8."""
-
-    name: str
-    function: Callable  # (leaves, fp8) -> tensor or tensors
-    leaves: tuple
-    gradients: Any  # of what the function returns
-    flop: int  # forward and backward
-
-
-def fp8_cases() -> Iterator[Part]:
+def fp8_cases() -> Iterator[tuple]:
+    """Parts of a layer: name, function(leaves, fp8), its leaves, gradients of what it returns, FLOPs both ways."""
     for T, D, H in ((65536, 768, 6), (32768, 1536, 12)):
         x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
         heights = (4 * D, 4 * D, 3 * D, D)
@@ -358,47 +316,38 @@ def fp8_cases() -> Iterator[Part]:
         def product(leaves, fp8):
             return K.linear8(*leaves, *weights8(leaves[1:], fp8))
 
-        yield Part(f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D)
-        yield Part(f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D)
+        yield f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D
+        yield f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D
         if D > 768:
-            yield Part(f"o {T} x {D}", product, (x, o), g, 6 * T * D * D)
+            yield f"o {T} x {D}", product, (x, o), g, 6 * T * D * D
 
 
 def time_fp8() -> None:
-    def both_ways():
-        y = compiled(part.leaves, kind == "fp8")
-        torch.autograd.grad(y, part.leaves, part.gradients)
-
-    for part in fp8_cases():
+    for name, function, leaves, gradients, flop in fp8_cases():
         for kind in ("bf16", "fp8"):
             torch._dynamo.reset()
-            compiled = torch.compile(part.function, fullgraph=True, dynamic=False)
-            name = f"{part.name}, {kind}, both ways"
-            timed(name, both_ways, flop=part.flop, kind=kind, graph=True)
+            compiled = torch.compile(function, fullgraph=True, dynamic=False)
+            both = lambda: torch.autograd.grad(compiled(leaves, kind == "fp8"), leaves, gradients)
+            timed(f"{name}, {kind}, both ways", both, flop=flop, kind=kind, graph=True)
 
 
 PARTS = dict(zip(NAMES, (time_ce, time_sym, time_mlp, time_attention, time_qkv, time_fp8), strict=True))
 
 
 def main() -> int:
-    global SECONDS
-    args = parse()
-    SECONDS = args.seconds
-    parts = args.parts or list(PARTS)
+    parts = parse().parts or list(PARTS)
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
         sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
     if not K.has_fp8_products(randn(8, 8)):
         parts = [part for part in parts if part not in ("mlp", "qkv", "fp8")]
-        say("mlp, qkv and fp8 skipped: they need the shared memory of a Hopper or a B200")
+        print("mlp, qkv and fp8 skipped: they need the shared memory of a Hopper or a B200")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     limits()
     for part in parts:
         attempt(part, PARTS[part])
         torch.cuda.empty_cache()
-    seconds = time.perf_counter() - START
-    print(f"\n==== {seconds:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}")
-    print("\n".join(TABLE))
+    print(f"failed: {', '.join(FAILED) or 'none'}")
     return int(bool(FAILED))
 
 
