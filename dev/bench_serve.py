@@ -5,10 +5,7 @@
     python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third disconnects
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
-    python dev/bench_serve.py out/RUN --compile          with a server of its own
-    python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a model that says
-                                                         random ids every 3 ms
-
+The server itself is measured with a model that takes little time, such as one of runs/tiny.args.
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
 the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
 to the first token is from the start of a connection to the first event with text. With --pid the memory of the server
@@ -17,14 +14,11 @@ of their own with plain sockets, so that what is measured is the server. The las
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
-import signal
 import socket
 import sys
 import time
@@ -243,75 +237,9 @@ def row(result: dict) -> str:
     return "".join(f"{result[name] if result[name] is not None else '-':>14}" for name in COLUMNS)
 
 
-# ---- a server of its own
-
-
-def serve(flags: list[str], stub: float | None, core: int | None) -> None:
-    """A process that is a server; with `core` it uses that one alone."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "runs")]
-    import serve as server
-    from engine import scheduler
-
-    if stub is not None:
-        say_anything(scheduler, stub / 1000)
-    sys.argv[1:] = flags
-    sys.exit(server.main())
-
-
-def say_anything(scheduler, seconds: float) -> None:
-    """Replaces the model by one that says random ids of one byte; its steps take a time each."""
-    import torch
-
-    torch.set_num_threads(1)
-    logits = torch.zeros(1)
-
-    def decode(model, cache, tokens, *rest):
-        return logits.expand(len(tokens), model.config.vocab_size)
-
-    def sample(logits, *cuts):
-        time.sleep(seconds)
-        return torch.randint(97, 123, (len(logits),))
-
-    scheduler.decode = decode
-    scheduler.sample = sample
-    scheduler.prefill = lambda *work, **options: None
-
-
-@contextlib.contextmanager
-def own_server(args):
-    """Runs a server while the block runs, and sets args.port and args.pid to its own."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        args.port = free.getsockname()[1]
-    flags = [str(args.run_dir), "--port", str(args.port), "--max-num-seqs", str(args.max_num_seqs)]
-    flags += ["--compile"] if args.compile else []
-    flags += ["--device", "cpu"] if args.stub is not None else []
-    core = None
-    if args.stub is not None and hasattr(os, "sched_setaffinity"):
-        core = min(os.sched_getaffinity(0))
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=serve, args=(flags, args.stub, core))
-    process.start()
-    try:
-        args.pid = process.pid if sys.platform == "linux" else None
-        while process.is_alive():
-            with contextlib.suppress(OSError, ValueError):
-                get(args.port, "/health")
-                break
-            time.sleep(0.2)
-        yield
-    finally:
-        process.terminate()
-        process.join()
-
-
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its own server ends with it
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("run_dir", nargs="?", type=Path, help="run to serve (default: a server that runs already)")
     add("--port", type=int, default=8000, help="port of the server on 127.0.0.1 [%(default)s]")
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
     add("--requests", type=int, default=4, help="requests of each client, of a single one four times as many")
@@ -320,29 +248,16 @@ def main() -> int:
     add("--pid", type=int, help="process id of the server, for its memory and processor time")
     add("--processes", type=int, default=4, help="processes that the clients are spread over [%(default)s]")
     add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
-    add("--max-num-seqs", type=int, default=64, help="slots of the bench's own server")
-    add("--compile", action="store_true", help="compiled steps in the bench's own server")
-    add("--stub", type=float, metavar="MS",
-        help="a model that says random ids; its steps take so many milliseconds of no CPU time")  # fmt: skip
     args = parser.parse_args()
     if args.smoke:
         args.clients = [1, 2]
         args.requests = 1
         args.tokens = 8
-    if args.run_dir is None:
-        return measure(args)
-    with own_server(args):
-        return measure(args)
-
-
-def measure(args) -> int:
-    """The table or the soak of one server. Returns the exit code."""
     try:
-        model = get(args.port, "/v1/models")["data"][0]
+        args.chat = get(args.port, "/v1/models")["data"][0]["chat"]
     except (OSError, ValueError, LookupError) as error:
         print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
         return 1
-    args.chat = model["chat"]
     print("".join(f"{name:>14}" for name in COLUMNS.values()), flush=True)
     load(args, 1, 1)  # warms up
     if args.soak:

@@ -215,14 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     path = os.path.relpath(final)
     print(f"{path} holds {len(runs)} run(s): read its README.md, edit its words, then")
     print(f"    python records/verify.py {path}\n    python records/leaderboard.py")
-    record = entry.read_record(final)
-    tracks_json = tracks.read()
-    names = tracks.tracks_of(record, tracks_json)
-    for name in names:
-        reason = tracks.ineligible_because(record, tracks_json["tracks"][name])
-        outcome = f"ineligible: {reason}" if reason else "ranked by records/leaderboard.py"
-        print(f"track {name}: {outcome}")
-    if not names:
+    if not tracks.tracks_of(entry.read_record(final), tracks.read()):
         print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")
 
 

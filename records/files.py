@@ -4,8 +4,8 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINES = ROOT / "baselines"
@@ -53,37 +53,22 @@ def write_atomic(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-class Mismatch(NamedTuple):
-    """A place in a JSON value, e.g. ".runs[0].val_bpb", and the two different values found there.
+def diff(expected: object, actual: object, path: str = "") -> Iterator[tuple[str, object, object]]:
+    """Where two JSON values differ, but for the last digits of floats: (path, expected, actual).
 
-    A key that one side lacks has the value "missing" there.
+    A path is e.g. ".runs[0].val_bpb"; a key that one side lacks has the value "missing" there.
     """
-
-    path: str
-    expected: object
-    actual: object
-
-
-def diff(expected: object, actual: object, path: str = "") -> list[Mismatch]:
-    """Where two JSON values differ, but for the last digits of floats."""
     if isinstance(expected, dict) and isinstance(actual, dict):
-        out = []
         for key in dict.fromkeys((*expected, *actual)):
-            place = f"{path}.{key}"
-            if key in expected and key in actual:
-                out += diff(expected[key], actual[key], place)
-            else:
-                wanted = expected.get(key, "missing")
-                found = actual.get(key, "missing")
-                out.append(Mismatch(place, wanted, found))
-        return out
-    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
-        pairs = zip(expected, actual, strict=True)
-        return [found for i, pair in enumerate(pairs) for found in diff(*pair, f"{path}[{i}]")]
-    same = expected == actual and isinstance(expected, bool) == isinstance(actual, bool)
-    if isinstance(expected, float) and isinstance(actual, float):
-        same = math.isclose(expected, actual, rel_tol=1e-9)
-    return [] if same else [Mismatch(path, expected, actual)]
+            yield from diff(expected.get(key, "missing"), actual.get(key, "missing"), f"{path}.{key}")
+    elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        for i, pair in enumerate(zip(expected, actual, strict=True)):
+            yield from diff(*pair, f"{path}[{i}]")
+    elif isinstance(expected, float) and isinstance(actual, float):
+        if not math.isclose(expected, actual, rel_tol=1e-9):
+            yield path, expected, actual
+    elif expected != actual or isinstance(expected, bool) != isinstance(actual, bool):
+        yield path, expected, actual
 
 
 def mismatches(expected: object, actual: object, name: str, source: str = "the files give") -> list[str]:
