@@ -1,4 +1,4 @@
-"""Checks flags and numbers for runs/cluster/multi_node.sh before torchrun starts; prints the processes of each machine.
+"""Checks flags for multi_node.sh before torchrun starts; prints the processes of each machine.
 
     python runs/cluster/check_nodes.py SCRIPT NODES GPUS [flags of SCRIPT]     GPUS may be empty
 """
@@ -11,7 +11,6 @@ import torch
 
 
 def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
-    """Args: path of the script, NODES and GPUS of multi_node.sh, flags of the script. Raises: SystemExit"""
     count = int(gpus or torch.cuda.device_count() or 1)
     sys.path[:1] = [str(Path(path).parent)]
     script = importlib.import_module(Path(path).stem)

@@ -1,6 +1,6 @@
-"""The encoder, its optimizer and its run directories; train_encoder.py, finetune_encoder.py and runs/export.py use it.
+"""The encoder, its optimizer and its run directories.
 
-Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
+Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, N texts.
 """
 
 import dataclasses
@@ -195,7 +195,7 @@ def build_state(config: Config, ranks, say: Callable = print):
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
-    """The Config and config.json of an encoder run, or of one to resume. Raises: RunError if another command made it"""
+    """Config and config.json of an encoder run, or of one to resume. Raises: RunError"""
     description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
     if description.get("command") not in ("train_encoder", "finetune_encoder"):
         raise RunError(f"{run_dir} is not an encoder run; name one that is")

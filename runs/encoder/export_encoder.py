@@ -1,4 +1,4 @@
-"""An encoder as a EuroBERT for transformers and sentence-transformers; runs/export.py calls this."""
+"""An encoder as a EuroBERT for transformers and sentence-transformers."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ MASK = "<|mask|>"
 
 
 def encoder_weights(model, x0: Tensor) -> dict[str, Tensor]:
-    """The weights of an encoder by EuroBERT's names; x0 is its normalised embedding. Norms have gains, which are 1."""
+    """The weights of an encoder by EuroBERT's names; x0 is its normalised embedding."""
     c = model.config
-    ones = torch.ones(c.width)
+    ones = torch.ones(c.width)  # the gains of norms
     tensors = {"model.embed_tokens.weight": x0, "model.norm.weight": ones}
     tensors["lm_head.weight"] = model.embed[: c.vocab_size]
     for layer in range(c.num_layers):
@@ -29,7 +29,7 @@ def encoder_weights(model, x0: Tensor) -> dict[str, Tensor]:
 
 
 def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
-    """The files that sentence-transformers reads: mean pooling of the hidden states, then normalisation."""
+    """What sentence-transformers reads: mean pooling of the hidden states, then normalisation."""
     parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = []
     for number, (kind, path) in enumerate(parts.items()):
@@ -51,7 +51,7 @@ def export_encoder(run_dir: Path, out: Path) -> None:
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     tokenizer.specials[MASK] = c.vocab_size - 1
     vocabulary = read_vocabulary(tokenizer)
-    bos = tokenizer.bos_id
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.bos_id)
     fields = {
         "model_type": "eurobert",
         "architectures": ["EuroBertForMaskedLM"],
@@ -59,14 +59,16 @@ def export_encoder(run_dir: Path, out: Path) -> None:
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
         "tie_word_embeddings": False,
-        **{"pad_token_id": bos, "bos_token_id": bos, "eos_token_id": bos, "mask_token_id": c.vocab_size - 1},
+        **ids,
+        "mask_token_id": c.vocab_size - 1,
         "dtype": "float32",
     }
     make_folder(out)
     write_json(out / "config.json", fields)
-    more = {"mask_token": MASK, "padding_side": "right"}
-    write_tokenizer(out, vocabulary._replace(pad=vocabulary.bos, template=""), c.max_seq_len, **more)
+    vocabulary = vocabulary._replace(pad=vocabulary.bos, template="")
+    write_tokenizer(out, vocabulary, c.max_seq_len, mask_token=MASK, padding_side="right")
     write_sentence_transformers(out, c.width, max_text_len(description))
     tensors = encoder_weights(model, norm(model.embed[: c.vocab_size]))
     store_weights(out / "model.safetensors", tensors, torch.float32)
-    print(f"wrote {out}: step {step}, {sum(w.numel() for w in tensors.values()) / 1e6:.1f} M parameters, encoder")
+    parameters = sum(weight.numel() for weight in tensors.values())
+    print(f"wrote {out}: step {step}, {parameters / 1e6:.1f} M parameters, encoder")

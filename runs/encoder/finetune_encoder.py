@@ -1,14 +1,15 @@
 """Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
 
     python runs/encoder/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
-    python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    score, train nothing
-    python runs/encoder/finetune_encoder.py --resume --run-dir out/embed                    continue a run
+    python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only
+    python runs/encoder/finetune_encoder.py --resume --run-dir out/embed
 
 RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
-{"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from any corpus.
-The embedding of a text is the normalised mean of its last hidden states. Training pulls queries towards their
-positives, away from the other positives and negatives of the whole batch over all GPUs. Held-out pairs are scored by
-nDCG@10 and recall@10, next to BM25. runs/export.py exports the result for sentence-transformers.
+{"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files.
+The embedding of a text is the normalised mean of its last hidden states. Training pulls queries
+towards their positives, away from the other positives and negatives of the whole batch over all
+GPUs. Held-out pairs are scored by nDCG@10 and recall@10, next to BM25. runs/export.py exports the
+result for sentence-transformers.
 
 Letters in shape comments: T packed tokens, D width, N texts.
 """
@@ -51,7 +52,7 @@ class Settings(BaseModel):
     negatives: int = Field(1, ge=0, description="maximum number of negatives of a pair")
     temperature: float = Field(0.05, gt=0, description="temperature of the similarities")
     muon_lr: float = Field(0.002, gt=0, description="initial learning rate of matrices (NorMuon)")
-    adam_lr: float = Field(0.0006, gt=0, description="initial learning rate of the embedding (Adam)")
+    adam_lr: float = Field(0.0006, gt=0, description="initial learning rate of the embedding")
     seed: int = Field(0, ge=0, description="seed of the order of the pairs")
     eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
     save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
@@ -61,7 +62,7 @@ class Settings(BaseModel):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
-    parser.add_argument("--score-only", action="store_true", help="score RUN on --val-pairs without training")
+    parser.add_argument("--score-only", action="store_true", help="score RUN, train nothing")
     add_flags(parser, Settings.model_fields)
 
 
@@ -147,7 +148,7 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
 
 
 class Retrieval(NamedTuple):
-    """A retrieval task: each query against all documents but its own text. Keys are indices of texts."""
+    """Each query against all documents but its own text. Keys are indices of texts."""
 
     documents: dict[int, int]  # numbers them
     relevant: dict[int, set[int]]  # for each query, numbers of documents
@@ -219,7 +220,7 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
 
 
 def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
-    """Arguments of Encoder.embed_texts: tokens and positions, int32 (T,), boundaries (N + 1,), the maximum length."""
+    """Arguments of Encoder.embed_texts, the tensors int32 (T,), (T,) and (N + 1,)."""
     lengths = [len(sequence) for sequence in sequences]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     ends = np.cumsum([0, *lengths], dtype=np.int32)
@@ -228,7 +229,7 @@ def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
 
 
 def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
-    """This rank's part of some texts, packed into micro-batches; a text above the limit gets its own."""
+    """This rank's part of some texts in micro-batches; a text above the limit gets its own."""
     ranks = state.ranks
     capacity = encoder.micro_batch_limit(state.config, ranks.device)
     groups = []
@@ -262,7 +263,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
 
 
 def info_nce_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
-    """InfoNCE: mean nats of finding each query's positive among all positives and negatives of the batch, 0-D.
+    """InfoNCE, 0-D: mean nats of finding each query's positive among all documents of the batch.
 
     Other positives of a query and its own text are not wrong answers, so they are masked.
     Args: row[i] the row of embeddings_ND that text i has
@@ -287,9 +288,9 @@ def texts_of(pairs: list[Pair]) -> list[int]:
 def grad_cache_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's part of the loss, 0-D.
 
-    Every rank embeds a part of the texts, computes the loss of the whole batch and backpropagates to its own texts.
-    A part of several micro-batches is embedded twice: first without a graph, then one micro-batch at a time with the
-    gradients of its embeddings (GradCache, arXiv 2101.06983).
+    Every rank embeds a part of the texts, computes the loss of the whole batch and backpropagates to
+    its own texts. A part of several micro-batches is embedded twice: first without a graph, then one
+    micro-batch at a time with the gradients of its embeddings (GradCache, arXiv 2101.06983).
     """
     ranks = state.ranks
     texts = texts_of(pairs)
@@ -321,8 +322,9 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     embeddings = embed_all(state, data.sequences)
     documents = embeddings[list(task.documents)]
-    parts = embeddings[list(task.relevant)].split(1024)
-    return ranking_scores(task, (row for part in parts for row in (part @ documents.T).cpu().numpy()))
+    queries = embeddings[list(task.relevant)]
+    scores = itertools.chain.from_iterable((q @ documents.T).cpu().numpy() for q in queries.split(1024))
+    return ranking_scores(task, scores)
 
 
 # ---- the run
@@ -336,7 +338,8 @@ def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
             chosen = pairs_of_step(len(train.pairs), batch, run.job.config.seed, step)
             pairs = [train.pairs[i] for i in chosen]
             tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
-            yield SimpleNamespace(pairs=pairs, total_tokens=tokens, reader_state=None, positions=None, notes={})
+            unused = {"reader_state": None, "positions": None, "notes": {}}
+            yield SimpleNamespace(pairs=pairs, total_tokens=tokens, **unused)
 
     return SimpleNamespace(next=batches().__next__, close=lambda: None)
 
@@ -352,8 +355,9 @@ def finetune(args: argparse.Namespace) -> dict:
         folder = newest_checkpoint(script, args.run)
         settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
         settings.max_len = min(settings.max_len, base.max_seq_len)
-        # The learning rate falls from the first step to the last. The moments are new, so momentum rises.
-        config = dataclasses.replace(base, **settings.model_dump(include=SAME), cooldown=1.0, lr_floor=0.0)
+        # The rate falls from the first step to the last. The moments are new, so momentum rises.
+        same = settings.model_dump(include=SAME)
+        config = dataclasses.replace(base, **same, cooldown=1.0, lr_floor=0.0)
         home = settings.run
     tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
     return script.train(ContrastiveFinetuning(config, settings, tokenizer), args)
@@ -371,8 +375,9 @@ class ContrastiveFinetuning(script.Pretraining):
         self.tokenizer = tokenizer
         self.train = read_pairs(settings.pairs, settings.negatives)
         self.held_out = read_pairs(settings.val_pairs, settings.negatives)
-        if len(self.train.pairs) < settings.batch:
-            problem = f"{settings.pairs} holds {len(self.train.pairs):,} pairs but a step takes {settings.batch:,}"
+        count = len(self.train.pairs)
+        if count < settings.batch:
+            problem = f"{settings.pairs} holds {count:,} pairs but a step takes {settings.batch:,}"
             raise RunError(f"{problem}; lower --batch, or make more pairs")
         for data in (self.train, self.held_out):
             data.tokenize(tokenizer, settings.max_len)
@@ -381,7 +386,7 @@ class ContrastiveFinetuning(script.Pretraining):
         files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
         digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        self.note = f"{len(self.train.pairs):,} pairs to train on, {len(self.held_out.pairs):,} held out"
+        self.note = f"{count:,} pairs to train on, {len(self.held_out.pairs):,} held out"
         entry = {"finetune_encoder": settings.model_dump(mode="json")}
         describe_tool(self, entry, __file__, encoder.__file__, encoder_config.__file__)
 

@@ -1,15 +1,14 @@
 """Pretrains an encoder as a masked language model.
 
     python runs/encoder/train_encoder.py --data data/shards/mine --run-dir out/encoder
-    python runs/encoder/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
+    python runs/encoder/train_encoder.py --resume --run-dir out/encoder
     torchrun --standalone --nproc_per_node=8 runs/encoder/train_encoder.py --data data/shards/mine
 
-It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides. --size is small (12
-layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587). Loop, loader, optimizer, log and
-checkpoints are those of train_small.py. The architecture is EuroBERT's (pre-norm, rotary positions, SwiGLU, no
-biases), which transformers knows. finetune_encoder.py finetunes it for retrieval, and runs/export.py exports it.
-
-Letters in shape comments: T packed tokens, M masked tokens, D width, H heads, K head width, V vocabulary, N texts.
+It masks 20 % of the tokens of a dataset of data/pretrain.py and predicts them from both sides.
+--size is small (12 layers, width 768) or neobert (28 layers, width 768, as in arXiv 2502.19587).
+Loop, loader, optimizer, log and checkpoints are those of train_small.py. The architecture is
+EuroBERT's (pre-norm, rotary positions, SwiGLU, no biases), which transformers knows.
+finetune_encoder.py finetunes it for retrieval, and runs/export.py exports it.
 """
 
 import argparse
@@ -82,7 +81,7 @@ class MaskedPacks(script.PackLoader):
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
-    """Training FLOPs: 6 per matrix weight (the head counts masked tokens only), 12 x width per token attended to."""
+    """Training FLOPs: 6 per matrix weight, 12 x width per token attended to; the head for masked tokens only."""
     c = config
     layer = 4 * c.width**2 + 3 * c.width * c.mlp_width
     head = c.mask_rate * c.width * c.padded_vocab

@@ -1,4 +1,4 @@
-"""Writes the files of an export for transformers; runs/export.py and runs/encoder/export_encoder.py call this."""
+"""Writes the files of an export for transformers."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, with `more` and the chat template (for base models too)."""
+    """Writes tokenizer.json and tokenizer_config.json, with `more` and the chat template."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

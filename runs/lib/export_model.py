@@ -114,7 +114,7 @@ class Gate(nn.Module):
 
 
 class NgramEmbedding(nn.Module):
-    """Embeddings of the last two and the last three tokens: a row by one hash, its signs by another."""
+    """Embeddings of the last two and three tokens: a row by one hash, its signs by another."""
 
     def __init__(self, config: DecoderStackConfig):
         super().__init__()
@@ -138,7 +138,7 @@ class NgramEmbedding(nn.Module):
         return x + self.out_proj(self.look_up(self.triples, triple, sign_row, positions < 2))
 
     def look_up(self, table: nn.Embedding, row: Tensor, sign_row: Tensor, is_short: Tensor) -> Tensor:
-        """Rows of a table (..., width); where a text has too few tokens yet (is_short), its last row."""
+        """Rows of a table (..., width): the last one where a text has too few tokens (is_short)."""
         last_row = table.num_embeddings - 1
         signs = self.signs[(sign_row % SIGN_ROWS).masked_fill(is_short, 0)]
         return table((row % last_row).masked_fill(is_short, last_row)) * signs[..., : table.embedding_dim]
@@ -155,8 +155,8 @@ class Context:
     prev1_ids: Tensor  # (B, T) the token before each
     prev2_ids: Tensor  # (B, T) and the one before that
     is_first_key: Tensor  # (B, S) whether a text starts there, with the tokens of the cache
-    # Which keys each query sees: by the short and by the long window (B, 1, T, S), and in paired layers (B, 2, T, 2 S),
-    # a head's own keys before those of the other one, for the first and for the second half of the heads.
+    # Which keys each query sees: by the short and by the long window (B, 1, T, S), and in paired
+    # layers (B, 2, T, 2 S), a head's own keys before those of the other one, for each half of the heads.
     masks: tuple[Tensor, Tensor, Tensor]
     cos: Tensor  # (B, T, 1, K / 4)
     sin: Tensor
@@ -182,7 +182,7 @@ def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor, T
     short = (visible & (distance <= config.window_short)) | itself
     long = (visible & (distance <= config.window_long)) | itself
 
-    # The second half of the heads comes after the first: it sees that one's key of the same token, not the oldest one.
+    # The second half of the heads sees the first one's key of the same token, not the oldest one.
     first = torch.cat((short, short & (distance > 0)), 2)
     second = torch.cat((short, visible & (distance < config.window_short)), 2)
     return short[:, None], long[:, None], torch.stack((first, second), 1)
@@ -200,7 +200,7 @@ class DecoderStackAttention(nn.Module):
         self.is_long = layer in config.long_layers
         self.is_paired = layer in config.paired_layers
         self.offsets_keys = layer in config.key_offset_layers
-        self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see DecoderStackModel.add_history
+        self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see add_history
 
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
@@ -286,7 +286,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             self.self_attn = DecoderStackAttention(config, layer)
         self.mlp = DecoderStackMLP(config)
 
-        # Factors of the residual stream, and how much of the embeddings is added to it: in fp32 whatever the model has.
+        # Factors of the residual stream, and how much of the embeddings is added to it, in fp32.
         start = {}
         if self.self_attn is not None:
             start["resid_attn"] = 1.0
@@ -458,7 +458,7 @@ def check_length(count: int, limit: int) -> None:
 
 
 class Head(nn.Linear):
-    """z; the model adds a constant behind it, as PEFT drops biases. TRL computes logits by itself and reads `bias`."""
+    """z; the model adds a constant behind it, as PEFT drops biases. TRL reads `bias`."""
 
     def __init__(self, width: int, vocab: int, constant: float):
         super().__init__(width, vocab, bias=False)

@@ -1,9 +1,10 @@
-"""A run of runs/portable.args as a Qwen3ForCausalLM, in safetensors or GGUF; runs/export.py calls this.
+"""A run of runs/portable.args as a Qwen3ForCausalLM, in safetensors or GGUF.
 
-Qwen3 has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2, and separate
-tables for input and output. What the script does differently is folded into the weights exactly:
+Qwen3 has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and
+i + K / 2, and separate tables for input and output. What the script does differently is folded into
+the weights exactly:
 
-- A factor on the residual stream is divided out of what is added to it later, as norm(a x) = norm(x).
+- A factor on the residual stream is divided out of what is added later, as norm(a x) = norm(x).
 - The norm of the embedding is applied to the input table, which then differs from the output table.
 - The attention scale is put into the gains of the query norm; all other gains are 1.
 - Channels of queries and keys are reordered within each head.
@@ -29,7 +30,7 @@ from tokenizer import PATTERNS
 
 HOW_TO_RUN = Path(__file__).with_name("export_gguf.jinja")
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
-TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # llama.cpp's names
 # Split patterns that llama.cpp knows, and what it calls them.
 LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
 # Tags of the loss mask in a chat template, which only transformers knows.
@@ -55,9 +56,10 @@ def why_not_portable(model) -> str:
             return f"it has {name}={getattr(c, name)}"
     if c.shared_input_from < c.num_layers - 1:
         return f"it has shared_input_from={c.shared_input_from}"
-    windows = {(c.window_short, c.window_long)[layer in c.long_layers] for layer in c.attention_layers}
-    if min(windows) < c.max_seq_len - 1:
-        return f"a window of {min(windows)} tokens is shorter than its context of {c.max_seq_len}"
+    windows = (c.window_short, c.window_long)
+    window = min(windows[layer in c.long_layers] for layer in c.attention_layers)
+    if window < c.max_seq_len - 1:
+        return f"a window of {window} tokens is shorter than its context of {c.max_seq_len}"
     return ""
 
 
@@ -93,7 +95,7 @@ def qwen_config(c) -> dict:
 
 @torch.no_grad()
 def qwen_weights(model) -> dict[str, Tensor]:
-    """The weights by the names of Qwen3ForCausalLM, fp32, without rows that only pad the vocabulary."""
+    """The weights by the names of Qwen3ForCausalLM, fp32, without padding of the vocabulary."""
     c = model.config
     V = c.vocab_size
     D = c.width
@@ -109,7 +111,8 @@ def qwen_weights(model) -> dict[str, Tensor]:
         for_attention = positive(factor * model.scalars[0, layer].item(), layer)
         factor = positive(for_attention * model.scalars[1, layer].item(), layer)
         tensors |= name_matrices(layer, q=reorder_channels(q, H), k=reorder_channels(k, H), v=v)
-        tensors |= name_matrices(layer, o=weights.o / for_attention, gate=gate, up=up, down=weights.down.T / factor)
+        down = weights.down.T / factor
+        tensors |= name_matrices(layer, o=weights.o / for_attention, gate=gate, up=up, down=down)
         gain = c.attention_scale * math.sqrt(c.head_dim)
         tensors[f"{prefix}.self_attn.q_norm.weight"] = torch.full((c.head_dim,), gain)
         tensors[f"{prefix}.self_attn.k_norm.weight"] = torch.ones(c.head_dim)
@@ -135,9 +138,10 @@ def positive(factor: float, layer: int) -> float:
 
 
 def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
-    """Reorders rows of Q or K (D, D): per head, first the second channels of all rotary pairs, then the first ones.
+    """Rows of Q or K (D, D): per head, first the second channels of all rotary pairs, then the first.
 
-    The script pairs the first quarter with the second and the third with the fourth, and turns the other way.
+    The script pairs the first quarter with the second and the third with the fourth, and turns the
+    other way.
     """
     quarters = matrix.view(heads, 4, -1, matrix.size(1))
     return quarters[:, [1, 3, 0, 2]].reshape_as(matrix)
@@ -147,7 +151,7 @@ def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
 
 
 def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
-    """config.json, weights and vocabulary of a portable export that transformers saved again, as TRL and PEFT do.
+    """config.json, weights and vocabulary of a portable export that transformers saved again.
 
     Raises: RunError if it is another model, OSError
     """
@@ -193,7 +197,8 @@ def write_gguf(
         writer.add_name(name)
         if license:
             writer.add_license(license)
-        writer.add_size_label(gguf.size_label(sum(tensor.numel() for tensor in tensors.values()), 0, 0, 0))
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        writer.add_size_label(gguf.size_label(parameters, 0, 0, 0))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
         add_shape(writer, fields)
@@ -204,7 +209,8 @@ def write_gguf(
             if stored == "q8_0" and values.shape[-1] % 32:
                 stored = "f16"
             dtype = gguf.GGMLQuantizationType[stored.upper()]
-            writer.add_tensor(names.get_name(key, (".weight",)), gguf.quants.quantize(values, dtype), raw_dtype=dtype)
+            values = gguf.quants.quantize(values, dtype)
+            writer.add_tensor(names.get_name(key, (".weight",)), values, raw_dtype=dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -213,7 +219,8 @@ def write_gguf(
     finally:
         part.unlink(missing_ok=True)
     is_chat = vocabulary.end != vocabulary.bos
-    print(f"wrote {path}: {kind}, {path.stat().st_size / 1e6:.1f} MB, {'chat' if is_chat else 'base'} model")
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    print(f"wrote {path}: {kind}, {size}, {'chat' if is_chat else 'base'} model")
     how_to_run = Template(HOW_TO_RUN.read_text(encoding="utf-8"), trim_blocks=True)
     about = {"file": path.name, "context": fields["max_position_embeddings"], "is_chat": is_chat}
     print(how_to_run.render(path=shlex.quote(str(path)), **about), end="")
@@ -239,7 +246,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, size: int) -
     model = vocabulary.content["model"]
     specials = vocabulary.specials
     texts = {i: text for text, i in {**model["vocab"], **specials}.items()}
-    tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]  # as llama.cpp fills rows of the table without a token
+    tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]  # as llama.cpp fills empty rows
     types = gguf.TokenType
     kinds = [types.CONTROL if text in specials else types.NORMAL for text in tokens]
     kinds = [kind if i in texts else types.UNUSED for i, kind in enumerate(kinds)]

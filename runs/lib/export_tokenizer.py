@@ -1,4 +1,4 @@
-"""The tokenizer of a run for the `tokenizers` library, transformers and llama.cpp; runs/export.py calls this."""
+"""The tokenizer of a run for the `tokenizers` library, transformers and llama.cpp."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The weights of a run by the names of export_model.py, the remote code of an export; runs/export.py calls this."""
+"""The weights of a run by the names of export_model.py, the remote code of an export."""
 
 import torch
 from lib.export_portable import name_matrices, sizes
@@ -27,7 +27,7 @@ def describe_model(model) -> dict:
         **sizes(c),
         "tie_word_embeddings": c.tied,
         "x0_injection": c.x0_injection,
-        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2, the usual form.
+        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2.
         "final_logit_softcapping": high / 2,
         "logit_scale": high / (4 * slope),
         "logit_bias": shift,
@@ -51,11 +51,12 @@ def layer_scalars(script, model, layer: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def convert_weights(script, model) -> dict[str, Tensor]:
-    """The weights by the names of export_model.py, fp32 but for n-gram tables, which have the checkpoint's dtype.
+    """The weights by the names of export_model.py, fp32; n-gram tables have the checkpoint's dtype.
 
-    With V tokens, width D and F hidden channels of an MLP: embed_tokens and value_embed are (V, D), q_proj, k_proj,
-    v_proj and o_proj (D, D), up_proj (F, D), down_proj (D, F), scalars (1,). layer_weights() folds the other scalars
-    into the matrices that they multiply. Rows that pad the vocabulary are dropped.
+    With V tokens, width D and F hidden channels of an MLP: embed_tokens and value_embed are (V, D),
+    q_proj, k_proj, v_proj and o_proj (D, D), up_proj (F, D), down_proj (D, F), scalars (1,).
+    layer_weights() folds the other scalars into the matrices that they multiply. Rows that pad the
+    vocabulary are dropped.
     """
     c = model.config
     V = c.vocab_size
@@ -89,7 +90,8 @@ def convert_weights(script, model) -> dict[str, Tensor]:
             tensors[f"{prefix}.self_attn.value_embed.weight"] = table[:V]
             tensors[f"{prefix}.self_attn.value_gate.weight"] = model.value_gate[index]
         if layer in c.exclusive_layers:
-            tensors[f"{prefix}.self_attn.exclusion"] = model.exclusion[c.exclusive_layers.index(layer)]
+            index = c.exclusive_layers.index(layer)
+            tensors[f"{prefix}.self_attn.exclusion"] = model.exclusion[index]
         if layer in c.gated_layers:
             gate = model.output_gate[c.gated_layers.index(layer)]
             tensors[f"{prefix}.self_attn.output_gate.weight"] = gate

@@ -1,9 +1,10 @@
-"""Compiles the Triton kernels of a training script into their cache, for the GPU of this machine; launches nothing.
+"""Compiles the Triton kernels of a training script into their cache, for the GPU of this machine.
 
     python runs/lib/kernel_cache.py train_small.py [the flags of the run]
 
-A training script starts this where nothing is compiled yet: its kernels take ten seconds, which pass while it imports
-PyTorch and builds the model. A kernel that is not there in time, or not in the right form, the script compiles itself.
+A training script starts this where nothing is compiled yet: its kernels take ten seconds, which
+pass while it imports PyTorch and builds the model. What is not there in time, or not in the right
+form, the script compiles itself.
 """
 
 import dataclasses
@@ -16,10 +17,10 @@ from pathlib import Path
 
 
 def launch_kernels(script, config, dtype) -> None:
-    """Launches every kernel of training in each of its forms, on tensors of the host that hold no numbers.
+    """Launches every kernel of training in each of its forms, on empty tensors of the host.
 
-    Triton compiles a form for types, constants, and numbers that 16 divides. So sizes are those of the config, for one
-    pack.
+    Triton compiles a form for types, constants, and numbers that 16 divides. So sizes are those of
+    the config, for one pack.
     """
     import torch
 
@@ -65,8 +66,9 @@ def launch_kernels(script, config, dtype) -> None:
     script.sym_mm(square, 0.5, 0.5, 0.5)
     numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay"), 0.5)
     script.update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), None, **numbers)
-    for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients, which in bf16 are their own master
-        master, param = (new(16, C), None) if dtype == torch.bfloat16 else (torch.empty(16, C), new(16, C))
+    for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients
+        param = None if dtype == torch.bfloat16 else new(16, C)
+        master = new(16, C) if param is None else torch.empty(16, C)  # in bf16 it is the table itself
         script.update_rows(master, new(16, C), torch.empty(16), param, torch.arange(16), **numbers)
 
 

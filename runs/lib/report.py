@@ -1,4 +1,4 @@
-"""The report of a run: table, figure and samples. runs/report.py writes it, and every training run at its end."""
+"""The report of a run: table, figure and samples."""
 
 import contextlib
 import gzip
@@ -67,20 +67,22 @@ def read_log(run_dir: Path) -> list[dict]:
 
 
 def read_reference(name: str) -> list[dict]:
-    """The log of a run, or of the first seed of an entry; @runs/NAME.args stands for its newest entry."""
+    """The log of a run, or of an entry's first seed; @runs/NAME.args means its newest entry."""
     folder = Path(name)
     if name.startswith("@"):
         root = Path(__file__).resolve().parents[2]
         entries = [path.parent for path in (root / "baselines").glob(f"*/{folder.name}")]
         if not entries:
-            raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists the args files that have one")
+            raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists those that have one")
         folder = max(entries, key=last_start)
     logs = sorted(folder.glob("log_*.jsonl.gz"))
-    return [*map(json.loads, gzip.decompress(logs[0].read_bytes()).splitlines())] if logs else read_log(folder)
+    if not logs:
+        return read_log(folder)
+    return [json.loads(line) for line in gzip.decompress(logs[0].read_bytes()).splitlines()]
 
 
 def last_start(folder: Path) -> str:
-    """When the runs of an entry last started; of those up to 2026-11-22 only the day is known, from the name."""
+    """When the runs of an entry last started; up to 2026-11-22 the name has the day alone."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("run_*.json")]
     return max((start["date"] for run in runs for start in run["starts"]), default=folder.name[:10])
 
@@ -101,7 +103,7 @@ def latest(entries: list[dict]) -> dict:
 
 
 def metric_rows(entries: list[dict], result: dict) -> dict:
-    """The metrics of a run, without those that were not measured (0), such as the MFU of an unknown device."""
+    """The metrics of a run, without those that were not measured (0)."""
     rows = {}
     for name, (label, form) in METRICS.items():
         if result.get(name):
@@ -182,7 +184,7 @@ def smooth_rewards(entries: list[dict]) -> list[dict]:
 
 
 def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict]]):
-    """A matplotlib Figure with a plot for each unit. References are other logs by name, drawn in grey."""
+    """A matplotlib Figure with a plot for each unit. References, by name, are drawn in grey."""
     from matplotlib.figure import Figure
 
     units = plotted(entries)
@@ -210,7 +212,7 @@ def plot_curves(entries: list[dict], title: str, references: dict[str, list[dict
 
 
 def held_out_prompts(run) -> list[list[int]]:
-    """Ids of the first words of three held-out documents, or of PROMPTS if the dataset is missing."""
+    """Ids of the first words of three held-out documents; of PROMPTS without the dataset."""
     try:
         dataset = run.script.Dataset.open(run.config.data)
         documents = run.script.validation_documents(dataset, run.config)
@@ -221,7 +223,7 @@ def held_out_prompts(run) -> list[list[int]]:
 
 
 def sample_texts(run, command: str) -> list[str]:
-    """QUESTIONS and the model's most likely answers after finetuning, else prompts and how the model continues them."""
+    """QUESTIONS and the most likely answers after finetuning, else prompts and continuations."""
     import engine
 
     generate = engine.Generator(run.model, run.tokenizer).generate
@@ -237,7 +239,7 @@ def sample_texts(run, command: str) -> list[str]:
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
-    """Samples of the newest checkpoint or of a live model, and the heading over them or why there are none."""
+    """Samples of the newest checkpoint or of a live model, and the heading or why there are none."""
     import engine
 
     try:
@@ -276,7 +278,9 @@ def answer_table(before: dict, after: dict) -> str:
     # With more ranks than before, the first one may have had fewer questions.
     for a, b in zip(before["answers"], after["answers"], strict=False):
         first, last = (f"{entry['reward']:.2f}" for entry in (a, b))
-        rows.append((cell(a["question"]), cell(a["expected"]), cell(a["answer"]), first, cell(b["answer"]), last))
+        texts = a["question"], a["expected"], a["answer"], b["answer"]
+        question, expected, before_text, after_text = map(cell, texts)
+        rows.append((question, expected, before_text, first, after_text, last))
     header = "| question | expected | before | reward | after | reward |"
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 

@@ -1,4 +1,4 @@
-"""The table of runs/score_core.py and runs/chat_eval.py: the accuracy of each task, and the mean over the tasks."""
+"""The accuracy of each task, and the mean over the tasks, as a table and a csv file."""
 
 import csv
 import time
@@ -26,10 +26,10 @@ class TaskScore(NamedTuple):
 
 
 def make_table(tasks: Iterable[tuple[str, np.ndarray, float]], name: str, num_tasks: int) -> list[TaskScore]:
-    """Prints a row for each task as it comes, and one for the mean, which is empty if a task is missing.
+    """Prints a row for each task as it comes, and one for the mean, empty if a task is missing.
 
-    Args:    tasks: name, whether each example is answered correctly, bool (examples,), and accuracy of a random guess;
-             name: of the mean; num_tasks: how many tasks the mean is defined over
+    Args:    tasks: name, which examples are answered correctly, bool (examples,), and accuracy of a
+             random guess; name: of the mean; num_tasks: how many tasks the mean is defined over
     Returns: the rows
     Raises:  RunError if there is no task
     """
