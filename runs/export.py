@@ -10,8 +10,8 @@ The folder holds model.safetensors, config.json, generation_config.json, tokeniz
 chat template, the model's code (export_model.py, whose logits equal the script's) and README.md with results and
 commands. `hf upload OWNER/NAME export/my-model` sends it to the hub. A run of runs/portable.args becomes a
 Qwen3ForCausalLM, which needs no code of its own; only such a run can become a GGUF file. An encoder becomes a EuroBERT
-with the mask as an additional token. Its embeddings are equal (dev/check_encoder.py), except for texts that spell a
-special token such as <|bos|>: transformers takes that for the token, this project for text.
+with the mask as an additional token. Its embeddings are equal, except for texts that spell a special token such as
+<|bos|>: transformers takes that for the token, this project for text.
 
 This executes the training script in the run directory.
 """

@@ -502,20 +502,24 @@ def exported(finetuned, tmp_path_factory):
     return out
 
 
+def embedded(run_dir) -> tuple[list[str], torch.Tensor]:
+    """Texts, one of them too long, and their embeddings by the run."""
+    model, description, _ = em.load_encoder(run_dir)
+    data = ft.Pairs([*SENTENCES[:3], "é ü € naïve 你好 12 ...", "the stone " * 40], [])
+    data.tokenize(ts.Tokenizer(run_dir / "tokenizer.json"), em.max_text_len(description))
+    with torch.no_grad():
+        return data.texts, model.embed_texts(*ft.pack_texts(data.sequences, CPU))
+
+
 def test_export_in_transformers(exported, finetuned):
     """Embeddings of a padded batch and logits of a masked text, to 1e-5."""
     transformers = pytest.importorskip("transformers")
-    model, description, _ = em.load_encoder(finetuned)
-    texts = [*SENTENCES[:3], "é ü € naïve 你好 12 ...", "the stone " * 40]
-    data = ft.Pairs(texts, [])
-    data.tokenize(ts.Tokenizer(finetuned / "tokenizer.json"), em.max_text_len(description))
-    with torch.no_grad():
-        expected = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
-
+    texts, expected = embedded(finetuned)
+    own = ts.Tokenizer(finetuned / "tokenizer.json")
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     batch = tokenizer(texts, padding=True, truncation=True, max_length=24, return_tensors="pt")
-    for row, mask, sequence in zip(batch["input_ids"], batch["attention_mask"], data.sequences, strict=True):
-        assert row[mask.bool()].tolist() == sequence.tolist()
+    for row, mask, text in zip(batch["input_ids"], batch["attention_mask"], texts, strict=True):
+        assert row[mask.bool()].tolist() == [own.bos_id, *own.encode(text)][:24]
     mask = batch["attention_mask"][..., None]
     with torch.no_grad():
         states = transformers.AutoModel.from_pretrained(exported)(**batch).last_hidden_state
@@ -526,15 +530,21 @@ def test_export_in_transformers(exported, finetuned):
     assert (masked == tokenizer.mask_token_id).sum() == 1 and tokenizer.mask_token_id == 300
     with torch.no_grad():
         logits = transformers.AutoModelForMaskedLM.from_pretrained(exported)(masked).logits[0]
-        own = F.linear(hidden_of(model, [masked[0].int().numpy()]), model.embed)[:, :301]
-    torch.testing.assert_close(logits, own, atol=1e-5, rtol=1e-5)
+        model, *_ = em.load_encoder(finetuned)
+        expected = F.linear(hidden_of(model, [masked[0].int().numpy()]), model.embed)[:, :301]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_export_for_sentence_transformers(exported):
-    """The files that it reads; dev/check_encoder.py runs the package itself."""
+def test_export_for_sentence_transformers(exported, finetuned):
+    """The files that it reads, and its embeddings where it is installed."""
     modules = json.loads((exported / "modules.json").read_text())
     assert [module["type"].split(".")[-1] for module in modules] == ["Transformer", "Pooling", "Normalize"]
     assert all((exported / module["path"]).is_dir() for module in modules)
     pooling = json.loads((exported / "1_Pooling/config.json").read_text())
     assert pooling == {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
     assert json.loads((exported / "sentence_bert_config.json").read_text())["max_seq_length"] == 24
+    package = pytest.importorskip("sentence_transformers")
+    model = package.SentenceTransformer(str(exported), device="cpu")
+    texts, expected = embedded(finetuned)
+    for found in (model.encode(texts), np.stack([model.encode(text) for text in texts])):
+        torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=0)

@@ -6,11 +6,14 @@ import random
 import re
 from pathlib import Path
 
+import datasets
+import engine
 import export
 import pytest
 import tiktoken
 import tokenizer
 import train_small as ts
+from dev.check_gguf import own_logits
 from lib import export_files
 from lib.export_tokenizer import convert_tokenizer, read_vocabulary
 from safetensors import SafetensorError
@@ -113,9 +116,13 @@ def test_card_and_files(bpe, tmp_path, capsys):
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
 
 
+def blocks(card: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card, re.S)
+
+
 @pytest.mark.parametrize("chat", (False, True))
 def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
-    """The code for transformers runs where it was exported, that for TRL where TRL is installed; harness and server.
+    """The code for transformers runs where it was exported. Tests below run what other packages need.
 
     The training data are the sources of the dataset; conversations are those of a chat model.
     """
@@ -127,16 +134,15 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert "{" not in re.sub(r"```python.*?```|`python`|\{\"type.*?\}", "", card, flags=re.S), "nothing left to fill in"
     assert f"Training data: climbmix{', smol-smoltalk' if chat else ''}\n" in card
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    use, *finetune = re.findall(r"```python\n(.*?)```", card, re.S)
     scope = {}
-    exec(use, scope)
+    exec(blocks(card)[0], scope)
     assert type(scope["model"]).__name__ == "DecoderStackForCausalLM"
     assert scope["tokenizer"].chat_template, "also that of a base model, for finetuning"
     collate = DataCollatorForLanguageModeling(scope["tokenizer"], mlm=False)
     end = scope["tokenizer"].eos_token_id
     labels = collate([scope["tokenizer"](text) for text in ("a" + scope["tokenizer"].eos_token, "a b c d")])["labels"]
     assert end in labels[0, 1:].tolist(), "padding is another token than the end, which a collator would not teach"
-    for block in finetune:
+    for block in blocks(card):
         compile(block, "card", "exec")
     assert ('eos_token="<|assistant_end|>"' in card) != chat
 
@@ -147,6 +153,46 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert ("--apply_chat_template" in commands[0]) == chat
     assert "model=run," in commands[2] and "add_bos_token=True" in commands[2], "the server adds none to ids"
     assert "python runs/serve.py run\n" in card
+
+
+@pytest.mark.parametrize("chat", (False, True))
+def test_card_in_trl(chat, bpe, tmp_path, monkeypatch):
+    """SFT with LoRA, and DPO: after `pip install trl`, which is not among the requirements."""
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    question, answer, worse = ({"role": role, "content": text} for role, text in (
+        ("user", "a b"), ("assistant", "c d"), ("assistant", "e")))  # fmt: skip
+    pair = {"prompt": [question], "chosen": [answer], "rejected": [worse]}
+    scope = {"conversations": datasets.Dataset.from_list([{"messages": [question, answer]}] * 8)}
+    scope["preferences"] = datasets.Dataset.from_list([pair] * 8)
+    use, *finetune = blocks(export_run(write_run(tmp_path / "run", bpe, chat=chat), Path("model")))
+    exec(use, scope)
+    few = 'output_dir="\\1", use_cpu=True, max_steps=2, report_to="none", save_strategy="no"'
+    for block in finetune:
+        exec(re.sub(r'output_dir="(\w+)"', few, block), scope)
+        assert scope["trainer"].state.global_step == 2
+
+
+def test_card_in_the_harness(bpe, tmp_path, monkeypatch):
+    """With the card's arguments it finds the script's log-likelihoods: after `pip install "lm_eval[hf]"`."""
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.chdir(tmp_path)
+    run = engine.load_run(write_run(tmp_path / "run", bpe), device="cpu")
+    arguments = re.findall(r"lm_eval --model hf --model_args (\S+)", export_run(tmp_path / "run", Path("model")))
+
+    def ask(kind: str, arguments: str, *texts: str):
+        judge = harness.HFLM.create_from_arg_string(arguments, {"device": "cpu", "dtype": "float32"})
+        return getattr(judge, kind)([Instance(kind, {}, texts, 0)])[0]
+
+    encode = run.tokenizer.encode
+    ids = [run.tokenizer.bos_id, *encode("the rest and an order")]
+    nats = own_logits(run, ids[:-1]).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    found, _ = ask("loglikelihood", arguments[0], "the rest", " and an order")
+    assert found == pytest.approx(nats[len(encode("the rest")) :].sum().item(), abs=1e-3)
+    found = ask("loglikelihood_rolling", arguments[1], "the rest and an order")
+    assert found == pytest.approx(nats.sum().item(), abs=1e-3)
 
 
 def test_user_errors(bpe, tmp_path, monkeypatch):
