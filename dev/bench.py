@@ -438,7 +438,6 @@ def main() -> dict:
     busy = table.step_ms / stages[last]["ms"]
     where = "GPU" if ranks.device.type == "cuda" else "CPU"
     say(f"\n{where} time in a step of stage {last} ({busy:.0%} of the timed step)\n{table.text}")
-    say(f"not classified: {table.shares['other']:.1%}")
 
     name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else ranks.device.type
     return {

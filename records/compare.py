@@ -2,7 +2,7 @@
 
     python records/compare.py                                         baselines/, by dataset and hardware
     python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ in their seed only are one row
-    python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
+    python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --plot curves.png
 
 In a folder of runs, finished ones count.
 """
@@ -82,11 +82,8 @@ def merge_seeds(group: list[Row]) -> Row:
 # ==== tables
 
 
-def main_table(rows: list[Row], price: float | None, target: float | None) -> str:
-    """A line for each row, with the means of its runs.
-
-    Args: price of a GPU in USD per hour; target in bits per byte
-    """
+def main_table(rows: list[Row], target: float | None) -> str:
+    """A line for each row, with the means of its runs, and the p that they are below a target in bits per byte."""
     logged = {key for key in METRICS for row in rows if row.values(key)}
     columns = [key for key in METRICS if key in logged and key != "steps"]
     lines = []
@@ -98,8 +95,6 @@ def main_table(rows: list[Row], price: float | None, target: float | None) -> st
             if key == "val_bpb":
                 line["sd"] = text.format_value(sample_sd(row.values(key)), form)
         line["hardware"] = f"{row.num_devices} x {row.device}"
-        if price:
-            line["cost"] = f"${row.mean('train_seconds') * row.num_devices / 3600 * price:.4f}"
         if target:
             p = p_below(row.values("val_bpb"), target)
             line[f"p (below {target:g})"] = text.p_text(p).removeprefix("= ")
@@ -160,12 +155,9 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="*", help="entries, run directories (default baselines/)")
     add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
-    add("--price", type=float, metavar="USD", help="price of one GPU for an hour, for a column of costs")
     add("--target", type=float, metavar="BPB", help="bits per byte, for a column with the p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="file for a plot of bits per byte (.png, .svg)")
     args = parser.parse_args(argv)
-    if missing := [str(path) for path in args.folders if not path.exists()]:
-        raise UserError(f"{', '.join(missing)} does not exist; name entries or run directories")
     rows = read_rows(args.folders or [files.BASELINES])
     base = find_row(rows, args.baseline) if args.baseline else None
     if base and base not in rows:
@@ -177,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         hardware = f"{row.num_devices} x {row.device}"
         title = "" if args.folders else f"{datasets.get(row.data, row.data)} on {hardware}\n\n"
         groups.setdefault(title, []).append(row)
-    blocks = [title + main_table(group, args.price, args.target) for title, group in groups.items()]
+    blocks = [title + main_table(group, args.target) for title, group in groups.items()]
     if base:
         blocks.append(differences(rows, base))
     if args.plot:

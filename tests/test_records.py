@@ -225,7 +225,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     """Records and run directories give the same rows; the reference is found by a pattern."""
     bpb = {name: [log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ab"}
     picture = tmp_path / "curves.png"
-    said = run(compare, "--baseline", "*base", "--price", 3.6, "--target", 2.95, "--plot", picture)
+    said = run(compare, "--baseline", "*base", "--target", 2.95, "--plot", picture)
     runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--baseline", "a")
     for name, title, table in (("a", "2026-11-22_base", said), ("b", "2026-11-22_a-low-rate", said), ("a", "a", runs)):
         (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
@@ -235,13 +235,10 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     difference = text.difference_text(significance.welch(bpb["b"], bpb["a"]), 5)
     assert difference in said and difference in runs
     assert f"| {text.p_text(p_below(bpb['a'], 2.95)).removeprefix('= ')} " in said
-    seconds = np.mean([log[-1]["train_seconds"] for log in raw(repo, "a")])
-    assert f"${seconds / 1000:.4f}" in said  # 3.6 dollars an hour
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 1000 and image.std() > 0.02
     assert "matches 2 rows" in refused(compare, "--baseline", "2026*")
-    assert "does not exist" in refused(compare, "out/none")
-    assert "log.jsonl cannot be read" in refused(compare, "runs/tiny.args")
+    assert "log.jsonl cannot be read" in refused(compare, "out/none")
 
 
 def test_rows_are_what_a_record_may_hold(repo, tmp_path):
