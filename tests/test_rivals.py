@@ -67,26 +67,17 @@ def test_validation_holds_every_scored_target_once(dataset_dir):
         assert max(np.diff([0, *ends])) <= 64
 
 
-def test_a_changed_shard_is_refused(tmp_path):
-    folder = write_dataset(tmp_path / "data")
+def test_another_text_is_refused(tmp_path):
+    """Other counts than those of the benchmark, and a changed shard."""
+    folder = write_dataset(tmp_path / "p34")
+    with pytest.raises(UserError, match="not .2217239, 9689981."):
+        Text(folder)
     write_shard(folder / "pretrain/val_000000.bin", [256, 1, 2])
     with pytest.raises(UserError, match=r"val_000000\.bin is missing or is not the file"):
         Text(folder)
 
 
-def test_other_counts_than_the_benchmarks_are_refused(tmp_path):
-    folder = write_dataset(tmp_path / "p34")
-    with pytest.raises(UserError, match="not .2217239, 9689981."):
-        Text(folder)
-
-
 # -- copies
-
-
-@pytest.mark.parametrize("text, count", [("other", 0), ("a = 1\nb\na = 1", 2)])
-def test_a_change_that_does_not_fit_once_is_one_sentence(text, count):
-    with pytest.raises(UserError, match=f"train.py holds 'a = 1' {count} times, not once"):
-        rivals.replace_once(text, "a = 1", "a = 2", "train.py")
 
 
 def commit_all(folder) -> str:
@@ -120,14 +111,20 @@ def test_copies_come_from_the_commit(tmp_path, monkeypatch, capsys):
         assert old not in changed.replace(new, "")
 
 
-def test_missing_anchors_and_clones_are_one_sentence(tmp_path, monkeypatch, capsys):
+def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch, capsys):
     clone = clone_of_modded(tmp_path / "clone", monkeypatch, leave_out="vocab_size=50257,")
-    assert rivals.main(["prepare", "--modded", str(clone), "--out", str(tmp_path / "out")]) == 1
-    assert "train_gpt.py of modded-nanogpt holds 'vocab_size=50257,' 0 times" in capsys.readouterr().err
-    assert rivals.main(["prepare", "--nanochat", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    assert "run `git clone https://github.com/karpathy/nanochat" in capsys.readouterr().err
-    assert rivals.main(["nanochat", "--data", str(tmp_path), "--tokens", "1", "--out", str(tmp_path / "none")]) == 1
-    assert "rivals.py prepare --nanochat CLONE" in capsys.readouterr().err
+    (tmp_path / "modded").mkdir()
+    run = ["--data", tmp_path, "--tokens", 1000, "--gpu", ""]
+    for argv, words in (
+        (["prepare", "--modded", clone], "train_gpt.py of modded-nanogpt holds 'vocab_size=50257,' 0 times, not once"),
+        (["prepare", "--nanochat", tmp_path], "run `git clone https://github.com/karpathy/nanochat"),
+        (["nanochat", *run], "rivals.py prepare --nanochat CLONE"),
+        (["modded", *run], "needs an NVIDIA GPU"),
+    ):
+        assert rivals.main([*map(str, argv), "--out", str(tmp_path)]) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(UserError, match="train.py holds 'a = 1' 2 times, not once"):
+        rivals.replace_once("a = 1\nb\na = 1", "a = 1", "a = 2", "train.py")
 
 
 # -- modded-nanogpt: what its copy calls
@@ -399,15 +396,14 @@ def test_a_log_that_contradicts_its_result_is_refused(tmp_path):
     path = tmp_path / "x.log.gz"
     write_log(path)
     assert rivals.read_log(path)["result"]["bpb"] == 1.5
-    write_log(path, bpb=1.4)
-    with pytest.raises(UserError, match="states 1.400000 bpb, but its nats give 1.500000"):
-        rivals.read_log(path)
-    write_log(path, seconds=1.9)
-    with pytest.raises(UserError, match="50 steps in 1.90 s, but its lines give 50 in 2.00 s"):
-        rivals.read_log(path)
-    write_log(path, more="\nRESULT {}")
-    with pytest.raises(UserError, match="no log of a finished run: it has 2 results"):
-        rivals.read_log(path)
+    for wrong, words in (
+        ({"bpb": 1.4}, "states 1.400000 bpb, but its nats give 1.500000"),
+        ({"seconds": 1.9}, "50 steps in 1.90 s, but its lines give 50 in 2.00 s"),
+        ({"more": "\nRESULT {}"}, "no log of a finished run: it has 2 results"),
+    ):
+        write_log(path, **wrong)
+        with pytest.raises(UserError, match=words):
+            rivals.read_log(path)
 
 
 def test_seeds_share_a_row(tmp_path, capsys):
@@ -433,9 +429,3 @@ def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):
     (log,) = tmp_path.iterdir()
     assert log.suffix == ".log"
 
-
-def test_modded_needs_a_gpu(dataset_dir, tmp_path, capsys):
-    (tmp_path / "modded").mkdir()
-    flags = ["--data", str(dataset_dir), "--tokens", "1000", "--gpu", "", "--out", str(tmp_path)]
-    assert rivals.main(["modded", *flags]) == 1
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err
