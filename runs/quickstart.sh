@@ -51,9 +51,6 @@ echo "=== Python written by the model"
 python runs/sample.py "$run" --tokens 80 --temperature 0.9 \
   --prompt $'class Queue:\n    """' --prompt $'def read(self, size=-1):\n    """' --prompt $'class Error(Exception):\n'
 echo
-echo "=== Validation text: the model and compressors"
-python runs/compressors.py "$run"
-echo
 echo "Finished in $SECONDS s."
 echo "Report:  $run/report.md"
 echo "Plot:    $run/curve.png"

@@ -1,11 +1,9 @@
-"""The two commands, the comparison with compressors, and what the README promises."""
+"""The two commands, and what the README promises."""
 
 import contextlib
-import gzip
 import importlib
 import io
 import json
-import lzma
 import os
 import re
 import shutil
@@ -19,9 +17,7 @@ import train_medium as tm
 import train_small as ts
 import zstandard
 
-from commands import entries, sets
-from processes import python
-from tiny import ROOT, TINY
+from tiny import ROOT
 
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
 
@@ -165,7 +161,7 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
     fresh = "train_small.py @runs/cpu.args --run-dir out/quickstart"
     done, commands = start(sandbox, "quickstart.sh")
     assert done.returncode == 0, done.stderr
-    scripts = ["data/pretrain.py", "train_small.py", "runs/sample.py", "runs/compressors.py"]
+    scripts = ["data/pretrain.py", "train_small.py", "runs/sample.py"]
     assert [command.split()[0] for command in commands] == scripts and commands[1] == fresh
     assert installs(sandbox) == ["requirements-quickstart.txt"]
     assert {"Report:  out/quickstart/report.md", "Plot:    out/quickstart/curve.png"} <= {*done.stdout.splitlines()}
@@ -186,7 +182,7 @@ def test_quickstart_passes_flags_on(sandbox):
     run = commands[1].split()[3]
     assert re.fullmatch(r"out/quickstart_steps-20-muon-lr-0.01_\d+", run)
     assert commands[1] == f"train_small.py @runs/cpu.args --run-dir {run} --steps 20 --muon-lr 0.01", done.stderr
-    assert commands[-1] == f"runs/compressors.py {run}"
+    assert commands[-1].startswith(f"runs/sample.py {run} ")
     done, commands = start(sandbox, "quickstart.sh", "--run-dir", "out/mine")
     assert done.returncode == 2 and not commands and "--run-dir" in done.stderr
 
@@ -272,58 +268,6 @@ def test_help_of_a_shell_script(name, tmp_path):
     lines = path.read_text("utf-8").splitlines()
     assert done.returncode == 0 and done.stdout.splitlines()[0] == lines[1].removeprefix("# ")
     assert "source" not in done.stdout.splitlines()[-1] and not [*tmp_path.iterdir()]
-
-
-# ---- compressors.py
-
-
-@pytest.fixture
-def run_dir(dataset_dir, tmp_path) -> Path:
-    """A run of two steps on the tiny dataset, with a report."""
-    flags = [*sets(TINY), "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ts, "report", lambda run, result: (run.run_dir / "report.md").write_text("# A run\n"))
-        assert ts.main(flags) == 0
-    return tmp_path / "run"
-
-
-def test_compressors(run_dir, dataset):
-    done = python("runs/compressors.py", run_dir)
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \|$", done.stdout, re.M))
-
-    text = b""  # by hand: every document from behind its BOS, at most max_seq_len tokens with it
-    bos, limit = dataset.tokenizer.bos_id, TINY["max_seq_len"]
-    tokens = dataset.read(dataset.files("val")[0]).tolist()
-    documents = [[]]
-    for token in tokens:
-        documents.append([]) if token == bos else documents[-1].append(token)
-    total = 0
-    for document in documents[1:]:
-        if document and total < TINY["val_tokens"]:
-            text += dataset.tokenizer.decode_bytes(document[: limit - 1])
-            total += min(len(document), limit - 1)
-    assert f"| {len(text):,} bytes of validation text |" in done.stdout
-    packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
-    assert rows["gzip -9"] == f"{8 * len(gzip.compress(text, compresslevel=9)) / len(text):.4f}"
-    assert rows["xz -9e"] == f"{8 * len(packed) / len(text):.4f}"
-
-    model = [score for name, score in rows.items() if name.startswith("this model")]
-    assert model == [f"{entries(run_dir)[-1]['val_bpb']:.4f}"]
-
-    report = (run_dir / "report.md").read_text()
-    assert report.count("## Against compressors") == 1
-    assert done.stdout in report
-    assert python("runs/compressors.py", run_dir).returncode == 0
-    assert (run_dir / "report.md").read_text() == report
-
-
-def test_compressors_name_a_missing_dataset(run_dir, tmp_path):
-    description = ts.read_description(run_dir)
-    description["config"]["data"] = str(tmp_path / "gone")
-    (run_dir / "config.json").write_text(json.dumps(description))
-    done = python("runs/compressors.py", run_dir)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "no dataset at" in done.stderr
 
 
 # ---- README.md
