@@ -46,7 +46,7 @@ class Config:
     log_every: int = Field(10, description="steps between lines of the log")
     keep_checkpoints: int = 2
     micro_batch_tokens: int = Field(0, description="tokens of a micro-batch, 0: 65,536 on a GPU, else 8,192")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto, bfloat16 or float32")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="dtype: auto, bfloat16 or float32")
     compile: bool = True
 
     # Not fields: train_small.py reads them from its own Config.
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def stages(self) -> tuple:
-        """What the schedule and the loader of train_small.py ask for: one stage."""
+        """What the schedule and the loader of train_small.py ask for: an encoder's run has one stage."""
         from train_small import Stage  # with PyTorch, for which --help need not wait
 
         return (Stage(1.0, self.packs, 1.0),)
