@@ -24,7 +24,7 @@ class Vocabulary(NamedTuple):
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Merges in order of priority. Any pair that spells a token may form it, so all pairs of a token are listed."""
+    """Merges in order of priority: for each token all pairs of tokens that spell it."""
     index = {token: rank for rank, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -37,7 +37,8 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int], bos: str) -> dict:
     """tokenizer.json of the `tokenizers` library; bos leads every text.
 
-    Text encodes as with the project's own, except text that spells a special token, unless split_special_tokens=True.
+    Text encodes as with the project's own. Text that spells a special token does with
+    split_special_tokens=True.
     """
     letters = bytes_to_unicode()
     spell = lambda token: "".join(letters[b] for b in token)
@@ -61,7 +62,7 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
     end = ASSISTANT_END if is_chat else bos
-    # Padding differs from the end, which collators would not teach otherwise. The loss mask never has <|output_end|>.
+    # Padding differs from the end, which collators would not teach otherwise.
     pad = "<|output_end|>" if end == bos and "<|output_end|>" in specials else bos
     has_turns = specials.keys() >= {*TURN_TOKENS}
     template = CHAT_TEMPLATE.read_text(encoding="utf-8") if has_turns else ""

@@ -239,7 +239,7 @@ def sample_texts(run, command: str) -> list[str]:
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
-    """Samples of the newest checkpoint or of a live model, and the heading or why there are none."""
+    """Samples of the newest checkpoint or a live model, and their heading or why there are none."""
     import engine
 
     try:
@@ -286,13 +286,14 @@ def answer_table(before: dict, after: dict) -> str:
 
 
 def write_report(
-    run_dir: Path, with_samples=True, device: str | None = None, live=None, result: dict | None = None, against=None
-) -> None:
+    run_dir: Path, with_samples=True, device: str | None = None, live=None,
+    result: dict | None = None, against: str | None = None,
+) -> None:  # fmt: skip
     """Writes report.md and curve.png of one run; prints the samples.
 
-    Args:   with_samples needs PyTorch; device "cuda", "mps" or "cpu", None: the best there is; live (script, model,
-            tokenizer, config, step) of a run that has just ended; result what it will write to result.json;
-            against names what is drawn beside it, as for read_reference
+    Args:   with_samples needs PyTorch; device "cuda", "mps" or "cpu", None: the best there is; live
+            (script, model, tokenizer, config, step) of a run that has just ended; result what it
+            will write to result.json; against names what is drawn beside it, see read_reference
     Raises: RunError if the run has not started
     """
     try:
