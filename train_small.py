@@ -140,10 +140,10 @@ class Config:
     x0_injection: bool = False  # a share of the input in the stream of every layer
     mudd_width: int = 256  # hidden width of mix(), input of the last layer (MUDDFormer); 0: off
     # Layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191).
-    paired_layers: tuple = ()
+    paired_layers: tuple = (0, 2, 5)
     # Layers whose heads can take the token's own value out of their output (modded-nanogpt PR 264).
-    exclusive_layers: tuple = ()
-    gated_layers: tuple = ()  # layers with a gate on what each head returns
+    exclusive_layers: tuple = (1, 3, 7)
+    gated_layers: tuple = (3, 10)  # layers with a gate on what each head returns
     gate_width: int = 12  # channels that gates read
     attention_scale: float = 0.12  # factor on the products of queries and keys (record 20)
     rotary_base: float = 1024.0  # base of the rotary frequencies
@@ -153,7 +153,7 @@ class Config:
     fp8_head: bool = True  # product of the head in fp8, likewise
     fp8_o: bool = False  # product of attention's output in fp8; no gain at this width
     recompute: bool = False  # layers run again in the backward: less memory, slower, without fp8
-    mtp_weights: tuple = (1.0, 0.5)  # loss weights of the next tokens: multi-token prediction (record 53)
+    mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens: multi-token prediction (record 53)
     mtp_until: float = 0.65  # fraction of the run over which all of them but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
@@ -177,7 +177,7 @@ class Config:
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
     momentum: tuple = (0.85, 0.95, 300, 50)  # of NorMuon: from, to, warm-up and cool-down steps
     cooldown: float = 0.6  # fraction of the run over which the rate falls
-    lr_floor: float = 0.3  # rate at the end, as a fraction of the base rate
+    lr_floor: float = 0.2  # rate at the end, as a fraction of the base rate
     average: float = 0.2  # fraction of the run, at its end, whose weights are averaged (PR 360)
     # -- how a run is executed, no part of the recipe
     data: str = "data/shards/climbmix"  # dataset directory

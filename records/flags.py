@@ -89,9 +89,9 @@ def parse_settings(words: list[str]) -> dict[str, list[str | float]]:
 
 
 def parse_values(text: str) -> list[str | float]:
-    """The numbers and words of a value, without the brackets of tuples."""
+    """The numbers and words of a value, without the brackets of tuples and lists."""
     out = []
-    for word in re.findall(r"[^\s,()]+", text):
+    for word in re.findall(r"[^\s,()\[\]]+", text):
         try:
             out.append(float(word))
         except ValueError:

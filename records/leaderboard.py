@@ -128,7 +128,7 @@ def current_entries() -> dict[str, dict]:
         if args:
             paths = files.BASELINES / record["name"] / args, files.ROOT / "runs" / args
             then, now = (settings(path) for path in paths)
-            current |= {args: record} if then == now else {}
+            current |= {args: record} if then | new_settings(now, record) == now else {}
     main_dataset = tracks.read()["main_dataset"]
 
     def order(args: str) -> tuple[bool, str]:
@@ -140,6 +140,12 @@ def current_entries() -> dict[str, dict]:
 def settings(path: Path) -> dict[str, list]:
     """What an args file sets."""
     return flags.parse_settings(flags.parse_args_file(path.read_text(encoding="utf-8")))
+
+
+def new_settings(now: dict, record: dict) -> dict:
+    """Of an args file's settings, those with the entry's own values; a field that it did not have is off."""
+    config = flags.config_names(record["config"] or {})
+    return {name: value for name, value in now.items() if flags.parse_values(str(config.get(name, ""))) == value}
 
 
 def last_start(record: dict) -> str:

@@ -375,7 +375,7 @@ def test_values_of_flags():
     (["--vocab-size", "70000"], ["70,000", "65,536"]),
     (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
     (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
-    (["--no-attention-layers", "0", "--shared-input-from", "0"], ["shared_input_from is a layer"]),
+    (["--shared-input-from", "4"], ["shared_input_from is a layer"]),
     (["--dtype", "bf16"], ["--dtype bf16 is none of auto, bfloat16, float16, float32"]),
     (["--max-seq-len", "16384"], ["max_seq_len=16384 is above pack_tokens=8192"]),
     (["--stages", "(0.5, 16, 1.0)"], ["0.5000, not 1"]),

@@ -22,8 +22,9 @@ STEPS = 20
 def plain_config(config: ts.Config) -> plain.Config:
     """The same recipe for train_plain, of what tiny.TINY sets."""
     same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
-            "value_embed_layers", "shared_input_from", "bigram_rows", "trigram_rows", "max_seq_len",
-            "window_short", "window_long", "pack_tokens", "max_docs_per_pack")  # fmt: skip
+            "value_embed_layers", "paired_layers", "exclusive_layers", "gated_layers", "shared_input_from",
+            "bigram_rows", "trigram_rows", "max_seq_len", "window_short", "window_long", "pack_tokens",
+            "max_docs_per_pack")  # fmt: skip
     fields = {name: getattr(config, name) for name in same}
     stages = tuple(plain.Stage(*row) for row in config.stages)
     return plain.Config(**fields, vocab_size=config.padded_vocab, steps=config.num_steps, stages=stages)
@@ -50,7 +51,8 @@ def copy_weights(small, model) -> None:
     layers = list(small.config.attention_layers)
     scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_ngram")
     with torch.no_grad():
-        names = ("embed", "bigram_embed", "bigram_signs", "trigram_embed", "trigram_proj", "value_gate")
+        names = ("embed", "bigram_embed", "bigram_signs", "trigram_embed", "trigram_proj", "value_gate", "output_gate",
+                 "exclusion")
         for name in (*names, "mix_in", "mix_out"):
             getattr(model, name).copy_(getattr(small, name))
         model.value_embed.copy_(small.value_embed.view_as(model.value_embed))

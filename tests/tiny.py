@@ -25,6 +25,7 @@ ALONE = ts.Ranks(0, 1, CPU)  # one process
 TINY = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
+    "paired_layers": (0,), "exclusive_layers": (0, 1), "gated_layers": (1, 3),
     "bigram_rows": 500, "trigram_ratio": 2.5, "shared_input_from": 1, "pack_tokens": 128,
     "max_docs_per_pack": 8, "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)),
     "tokens": 20 * 3 * 128, "val_tokens": 1500, "mudd_width": 64,
@@ -44,7 +45,7 @@ TINY_MEDIUM = {
 SHAPE = dict(
     swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
     value_embed_layers=(), key_offset_layers=(), no_attention_layers=(), long_layers=(), shared_input_from=99,
-    mudd_width=0,
+    mudd_width=0, paired_layers=(), exclusive_layers=(), gated_layers=(),
 )  # fmt: skip
 
 

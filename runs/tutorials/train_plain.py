@@ -48,6 +48,9 @@ class Config:  # the defaults are DecoderStack-small
     long_layers: tuple = (3, 10)  # worth 0.029 against short windows everywhere
     key_offset_layers: tuple = (3, 10)
     value_embed_layers: tuple = (1, 2, 8, 10)
+    paired_layers: tuple = (0, 2, 5)
+    exclusive_layers: tuple = (1, 3, 7)
+    gated_layers: tuple = (3, 10)
     shared_input_from: int = 8
     bigram_rows: int = 1638400  # 163,840 cost 0.004 bpb on B34, and save 18 GB here (computed)
     trigram_rows: int = 16384000
@@ -66,7 +69,8 @@ class Config:  # the defaults are DecoderStack-small
 
 TINY = Config(  # the model of runs/cpu.args, with trigrams and wider mixing
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
-    key_offset_layers=(1, 3), value_embed_layers=(0, 3), bigram_rows=10240, trigram_rows=25600,
+    key_offset_layers=(1, 3), value_embed_layers=(0, 3), paired_layers=(),
+    exclusive_layers=(1,), gated_layers=(3,), bigram_rows=10240, trigram_rows=25600,
     max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, max_docs_per_pack=32, stages=(Stage(1.0, 1, 1.0),),
 )  # fmt: skip
 
@@ -82,6 +86,12 @@ def rotate(x_THK: Tensor, angles_T1K: Tensor) -> Tensor:
     cos = angles_T1K.cos()
     sin = angles_T1K.sin()
     return torch.cat((a * cos + b * sin, b * cos - a * sin, *still), -1)
+
+
+def visible(positions_T: Tensor, window: int) -> Tensor:
+    """Who sees whom, bool (T, T): a query sees itself and what lies before it in its document and in the window."""
+    distance = torch.arange(len(positions_T))[:, None] - torch.arange(len(positions_T))
+    return (distance >= 0) & (distance <= positions_T[:, None]) & (distance <= window)
 
 
 class Model(nn.Module):
@@ -113,6 +123,8 @@ class Model(nn.Module):
 
         # Gates, which read the first 12 channels of a token, and scalars.
         self.value_gate = nn.Parameter(torch.zeros(E, heads, 12))
+        self.output_gate = nn.Parameter(torch.zeros(len(config.gated_layers), heads, 12))
+        self.exclusion = nn.Parameter(torch.zeros(len(config.exclusive_layers), heads))
         self.keep_before_attention = nn.Parameter(torch.full((L,), 1.1**0.5))
         self.keep_before_mlp = nn.Parameter(torch.full((L,), 1.1**0.5))
         self.scale_v = nn.Parameter(torch.full((L,), 0.5))
@@ -132,11 +144,11 @@ class Model(nn.Module):
         frequencies = torch.tensor(frequencies, dtype=torch.float32)
         angles_T1K = torch.outer(positions_T, frequencies)[:, None]
 
-        # Who sees whom, bool (T, T): a query sees itself and what lies before it in its document and in the window.
-        distance = torch.arange(len(tokens_T))[:, None] - torch.arange(len(tokens_T))
-        own_document = (distance >= 0) & (distance <= positions_T[:, None])
-        mask_short = own_document & (distance <= self.config.window_short)
-        mask_long = own_document & (distance <= self.config.window_long)
+        mask_short = visible(positions_T, self.config.window_short)
+        mask_long = visible(positions_T, self.config.window_long)
+        # Paired layers have two rows a token (see attention).
+        rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
+        mask_paired = visible(rows_2T, 2 * self.config.window_short)
 
         x = x0 = norm(self.embed[tokens_T])
 
@@ -169,6 +181,7 @@ class Model(nn.Module):
                 if layer <= self.config.shared_input_from:
                     a = norm(x)
                 mask = mask_long if layer in self.config.long_layers else mask_short
+                mask = mask_paired if layer in self.config.paired_layers else mask
                 y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask, mixed)
                 x = self.keep_before_attention[layer] * x + y
 
@@ -209,24 +222,43 @@ class Model(nn.Module):
             v_THK = v_THK + gate_TH[..., None] * self.value_embed[index][tokens_T].view(by_head)
         v_THK = v_THK + mixed_TD.view(by_head)
 
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))  # (1, H, T, K)
-        y_THK = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0].transpose(0, 1)
+        # Paired layers: heads h and h + H / 2 share a softmax over the keys of both, as two rows of each token
+        # (modded-nanogpt PR 191).
+        rows = mask_TT.size(0)
+        by_row = (rows, -1, self.config.head_dim)
+        q, k, v = (x.reshape(by_row).transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
+        y = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0]  # (H, T, K)
+        y_THK = y.transpose(0, 1).reshape(by_head)
+
+        # A head can take the token's own value, which the stream holds already, out of its output (PR 264).
+        if layer in self.config.exclusive_layers:
+            strength_H1 = torch.tanh(self.exclusion[self.config.exclusive_layers.index(layer)])[:, None]
+            projection = (y_THK * v_THK).sum(-1, keepdim=True) / v_THK.square().sum(-1, keepdim=True)
+            y_THK = y_THK - strength_H1 * projection * v_THK
+
+        # A gate on what each head returns.
+        if layer in self.config.gated_layers:
+            index = self.config.gated_layers.index(layer)
+            gate_TH = 2 * torch.sigmoid(F.linear(a_TD[:, :12], self.output_gate[index]))
+            y_THK = y_THK * gate_TH[..., None]
         return F.linear(y_THK.flatten(1), self.o[layer] * self.scale_o[layer])
 
 
 # ---- 3. LOSS: documents -> nats
 def losses(
     model: Model, documents: list[np.ndarray], prefixes_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats (T,) of the next token, the one after it and the prefix; 0 where there is none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nats (T,) of the next token, the second and third one and the prefix; 0 where there is none."""
     tokens_T = torch.tensor(np.concatenate([document[:-1] for document in documents]))
-    targets_T = torch.tensor(np.concatenate([document[1:] for document in documents]))
     positions_T = torch.cat([torch.arange(len(document) - 1) for document in documents])
     logits_TV = model(tokens_T, positions_T)
-    # Further targets: the token after the next (record 53; worth 0.003), and the longest shorter token that the next
-    # one begins with, as " the" for " them" is nearly right (record 88; worth 0.003).
-    second_T = torch.tensor(np.concatenate([np.append(document[2:], -1) for document in documents]))
-    targets = (targets_T, second_T, prefixes_V[targets_T])
+    # Targets: the next token and the two after it (record 53; worth 0.003), and the longest shorter token that the
+    # next one begins with, as " the" for " them" is nearly right (record 88; worth 0.003).
+    targets = []
+    for ahead in (1, 2, 3):
+        ids = [np.append(document, [-1, -1])[ahead : len(document) + ahead - 1] for document in documents]
+        targets.append(torch.tensor(np.concatenate(ids)))
+    targets.append(prefixes_V[targets[0]])
     return tuple(F.cross_entropy(logits_TV, t, ignore_index=-1, reduction="none") for t in targets)
 
 
@@ -296,6 +328,8 @@ POLICIES = {
     "trigram_proj": Policy(1.0, (0.90, 0.99)),
     "value_embed": Policy(60.0, (0.0, 0.95), 0.015),
     "value_gate": Policy(1.0, (0.90, 0.99)),
+    "output_gate": Policy(1.0, (0.90, 0.99)),
+    "exclusion": Policy(1.0, (0.90, 0.99)),
     "mix_in": Policy(0.25, (0.90, 0.99)),
     "mix_out": Policy(0.025, (0.90, 0.99)),
 }
@@ -364,9 +398,9 @@ def stage_index(config: Config, step: int) -> int:
 
 
 def lr_multiplier(config: Config, step: int) -> float:
-    """The stage's factor; over the last 60 % of the run a straight line down to 0.3."""
+    """The stage's factor; over the last 60 % of the run a straight line down to 0.2."""
     fall = max(0.0, (step / config.steps - 0.4) / 0.6)
-    return config.stages[stage_index(config, step)].lr_mult * (1 - fall) + 0.3 * fall
+    return config.stages[stage_index(config, step)].lr_mult * (1 - fall) + 0.2 * fall
 
 
 def muon_momentum(config: Config, step: int) -> float:
@@ -383,12 +417,13 @@ def train_step(model: Model, state: defaultdict, dataset: Dataset, step: int) ->
     stage = config.stages[stage_index(config, step)]
     packs = [dataset.pack(config) for _ in range(stage.packs)]
     count = sum(len(document) - 1 for pack in packs for document in pack)
-    second_weight = 0.5 * max(0.0, 1 - step / (0.65 * config.steps))
+    ahead_weight = max(0.0, 1 - step / (0.65 * config.steps))
     prefix_weight = 0.25 * min(1.0, max(0.0, 2 - 3 * step / config.steps))
     total = 0.0
     for pack in packs:  # one at a time to save memory; gradients add up
-        nats_T, second_T, prefix_T = losses(model, pack, dataset.prefixes)
-        loss = nats_T.sum() + second_weight * second_T.sum() + prefix_weight * prefix_T.sum()
+        nats_T, second_T, third_T, prefix_T = losses(model, pack, dataset.prefixes)
+        loss = nats_T.sum() + prefix_weight * prefix_T.sum()
+        loss = loss + ahead_weight * (0.5 * second_T.sum() + 0.25 * third_T.sum())
         (loss / count).backward()
         total += nats_T.sum().item()
     update_parameters(model, state, step)
@@ -404,7 +439,7 @@ def bits_per_byte(model: Model, dataset: Dataset) -> float:
     for document in dataset.documents("val"):
         document = document[: model.config.max_seq_len]
         if len(document) > 1:
-            nats_T, _, _ = losses(model, [document], dataset.prefixes)
+            nats_T, *_ = losses(model, [document], dataset.prefixes)
             bytes_T = dataset.text_bytes[document[1:]]
             nats += nats_T[bytes_T > 0].sum().item()
             text_bytes += bytes_T.sum().item()
