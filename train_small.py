@@ -58,6 +58,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"error: this requires Python 3.11 or newer, not {platform.python_version()}")
+
 # Read first, as the run directory keeps it: an editor may change the file during a long start.
 SOURCE = Path(__file__).read_bytes()
 
@@ -193,6 +196,9 @@ class Config:
     cuda_graphs: bool = True  # replay of compiled steps; without it slower, but less memory
     wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
 
+    def __post_init__(self):
+        check_ranges(self)
+
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
@@ -224,6 +230,32 @@ class Config:
         return max(1, round(self.tokens / self.step_tokens))
 
 
+# The range of each number above, both ends included; whole numbers unless an end has a point. A tuple has a range for
+# each entry, or in brackets one for all of them.
+RANGES = {
+    "num_layers": (1, 1000),
+    "no_attention_layers long_layers key_offset_layers value_embed_layers": [(0, 999)],
+    "paired_layers exclusive_layers gated_layers": [(0, 999)],
+    "shared_input_from": (0, 999),
+    "width head_dim mlp_width gate_width vocab_size": (1, 2**16),
+    "max_seq_len window_short window_long pack_tokens max_docs_per_pack min_packs": (1, 2**20),
+    "bigram_rows mudd_width micro_batch_tokens": (0, 2**31),
+    "tokens max_epochs val_tokens log_every keep_checkpoints": (1, 10**18),
+    "seed eval_every": (0, 10**18),
+    "save_every": (-1, 10**18),
+    "muon_lr adam_lr prefix_weight init_qkv init_o init_up trigram_ratio": (0.0, 1000.0),
+    "mtp_weights": [(0.0, 1000.0)],
+    "cooldown lr_floor average": (0.0, 1.0),
+    "mtp_until attention_scale": (0.001, 1.0),
+    "rotary_base": (1.0, 1e9),
+    "adam_eps": (1e-30, 1.0),
+    "muon_beta2": (0.0, 0.9999),
+    "momentum": ((0.0, 0.9999), (0.0, 0.9999), (0, 10**9), (0, 10**9)),
+    "softcap": ((0.1, 1000.0), (0.0, 1000.0), (0.1, 1000.0)),
+    "stages": [((1e-9, 1.0), (1, 10**6), (0.0, 1000.0))],
+}
+
+
 def stage_rule(config: Config) -> tuple:
     """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
 
@@ -232,11 +264,10 @@ def stage_rule(config: Config) -> tuple:
     """
     stages = []
     seen = 0.0
-    packs = max(config.min_packs, 1)
-    tokens = max(config.tokens, 1)
-    while seen < tokens:
-        batch = packs * max(config.pack_tokens, 1)
-        until = max(seen, min(batch**2 / 89, tokens))
+    packs = config.min_packs
+    while seen < config.tokens:
+        batch = packs * config.pack_tokens
+        until = max(seen, min(batch**2 / 89, config.tokens))
         rate = round((batch / 65536) ** 0.5, 3)
         stages.append(((until - seen) / batch, packs, rate))
         seen = until
@@ -251,7 +282,7 @@ def config_of_steps(steps: int, values: dict) -> Config:
     if config.stages:
         return dataclasses.replace(config, tokens=max(1, round(steps * config.step_tokens)))
     tokens = 0.0
-    batch = max(config.min_packs, 1) * max(config.pack_tokens, 1)
+    batch = config.min_packs * config.pack_tokens
     while steps > 0:  # the stages of stage_rule
         taken = min(steps, (batch**2 / 89 - tokens) / batch)
         tokens += taken * batch
@@ -1855,7 +1886,7 @@ def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ran
     sums = torch.stack((nats_sum, bytes_sum))
     if ranks.world > 1:
         dist.all_reduce(sums)
-    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
+    return sums[0].item() / math.log(2) / sums[1].item()
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
@@ -2064,7 +2095,7 @@ def describe_start(run: Run, earlier: dict) -> None:
     description["config"] = dataclasses.asdict(job.config)
     description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
     description["starts"] = [*earlier.get("starts", []), this_start]
-    write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1).encode())
+    write_atomically(run.run_dir / "config.json", seal(description))
     write_atomically(run.run_dir / Path(__file__).name, SOURCE)
     for path in (job.tokenizer.path, *job.scripts):
         write_atomically(run.run_dir / path.name, path.read_bytes())
@@ -2403,8 +2434,19 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
 # -- ranks and devices
 
 
+# What torchrun sets. Some of it may be left over, or come from another launcher.
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def start_ranks() -> Ranks:
     """Picks the device and joins the process group that torchrun describes in the environment."""
+    given = [name for name in TORCHRUN if os.environ.get(name)]
+    if len(given) < len(TORCHRUN):
+        for name in TORCHRUN:
+            os.environ.pop(name, None)
+        if given:
+            missing = ", ".join(name for name in TORCHRUN if name not in given)
+            print(f"note: {', '.join(given)} ignored, since torchrun would also set {missing}", file=sys.stderr)
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -2428,7 +2470,10 @@ def bf16_is_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -2501,10 +2546,11 @@ class Tokenizer:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        spec = json.loads(self.path.read_text(encoding="utf-8"))
-        self.pattern = spec["pattern"]
-        self.specials = dict(spec["special_tokens"])
-        ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
+        with explain_damage(self.path):
+            spec = json.loads(self.path.read_bytes())
+            self.pattern = spec["pattern"]
+            self.specials = dict(spec["special_tokens"])
+            ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         self.vocab_size = len(ranks) + len(self.specials)
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
@@ -2557,11 +2603,18 @@ class Dataset:
         path = root / "dataset.json"
         if not path.is_file():
             source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
-            way = f"`python data/pretrain.py --source {source} --out {root}`"
-            raise UserError(f"no dataset at {root}; make one with {way}; `--source stdlib` needs no network")
-        info = json.loads(path.read_text(encoding="utf-8"))
+            way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
+            others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
+            if others:
+                way = f"name one of those in {root.parent} with --data ({', '.join(others)}), or {way}"
+            raise UserError(f"no dataset at {root}; {way}; `--source stdlib` needs no network")
+        with explain_damage(path):
+            content = path.read_bytes()
+            info = json.loads(content)
+            if "sha256" in info:  # older datasets have no seal
+                info = unseal(content)
+            listed = info["files"]["tokenizer.json"]["sha256"]
         tokenizer = root / "tokenizer.json"
-        listed = info["files"]["tokenizer.json"]["sha256"]
         if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
             raise UserError(f"{tokenizer} is not the tokenizer of its shards; make the dataset again")
         return Dataset(root, info, Tokenizer(tokenizer))
@@ -2586,6 +2639,31 @@ class Dataset:
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
         return np.frombuffer(content, "<u2", offset=1024)
+
+
+@contextlib.contextmanager
+def explain_damage(path: Path) -> Iterator[None]:
+    """Turns what a damaged JSON file leads to into one sentence."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error!r:.200}); restore or make it again") from None
+
+
+def seal(description: dict) -> bytes:
+    """JSON whose last entry is the sha256 of the JSON without it."""
+    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
+    return json.dumps({**description, "sha256": digest}, indent=1).encode()
+
+
+def unseal(content: bytes) -> dict:
+    """What seal() was given. Raises: ValueError if this is not what it returned"""
+    description = json.loads(content)
+    if isinstance(description, dict):
+        description.pop("sha256", None)
+        if seal(description) == content.rstrip(b"\n"):
+            return description
+    raise ValueError("it was changed, or written by another version of the script")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -2636,10 +2714,9 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} is no run directory ({error}); name one with --run-dir") from None
+    require(path.is_file(), f"{run_dir} is no run directory, as it has no config.json; name one with --run-dir")
+    with explain_damage(path):
+        return unseal(path.read_bytes())
 
 
 def read_config(run_dir: Path) -> Config:
@@ -2761,20 +2838,9 @@ def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dic
     os.replace(temporary, final)
 
 
-def seal(description: dict) -> bytes:
-    """JSON whose last entry is the sha256 of the JSON without it."""
-    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
-    return json.dumps({**description, "sha256": digest}, indent=1).encode()
-
-
 def read_state(folder: Path) -> dict:
     """state.json of a checkpoint. Raises: OSError, or ValueError if it is not what was saved"""
-    content = (folder / "state.json").read_bytes()
-    saved = json.loads(content)
-    saved.pop("sha256", None)
-    if seal(saved) != content:
-        raise ValueError("state.json was changed, or written by another version of the script")
-    return saved
+    return unseal((folder / "state.json").read_bytes())
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
@@ -2829,7 +2895,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
         with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
             scores[folder] = (read_state(folder)["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
-    for folder in folders[: -max(keep, 1)]:
+    for folder in folders[:-keep]:
         if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -2840,7 +2906,10 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
         saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
-    except (OSError, ValueError) as error:
+        for name in names:
+            if name.endswith(".safetensors"):
+                safetensors.safe_open(folder / name, "pt")  # reads the header
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
         require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
@@ -2875,6 +2944,25 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 # 10. COMMAND LINE -- a flag for each field of Config, checks of the config
 
 
+def is_within(value, limits) -> bool:
+    """Whether a number is in a range of RANGES, or a tuple in those of its entries."""
+    if isinstance(limits, list):
+        return isinstance(value, tuple) and all(is_within(entry, limits[0]) for entry in value)
+    if isinstance(limits[0], tuple):  # a tuple of so many entries, or none
+        return isinstance(value, tuple) and len(value) in (0, len(limits)) and all(map(is_within, value, limits))
+    least, most = limits
+    kinds = (int,) if isinstance(least, int) else (int, float)
+    return type(value) in kinds and least <= value <= most
+
+
+def check_ranges(config: Config) -> None:
+    """Raises UserError if a number is not in its range."""
+    for names, limits in RANGES.items():
+        for name in names.split():
+            value = getattr(config, name)
+            require(is_within(value, limits), f"{name}={value!r} is not in its range {limits}")
+
+
 def check_model(config: Config) -> None:
     """Raises UserError if the shape of this model is impossible."""
     c = config
@@ -2882,13 +2970,12 @@ def check_model(config: Config) -> None:
     with_attention = {*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers}
     never_paired = {*c.long_layers, *c.key_offset_layers}
     for layer in (*without, *with_attention, *never_paired):
-        require(0 <= layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
+        require(layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
     require(not without & with_attention, "a layer of value_embed, paired, exclusive or gated_layers has no attention")
     require(not never_paired & {*c.paired_layers}, "a layer of paired_layers is long or has a key offset")
     if c.paired_layers:
         require(c.num_heads % 2 == 0, f"paired_layers need an even number of heads, not {c.num_heads}")
     require(c.shared_input_from not in without, "shared_input_from is a layer without attention")
-    require(c.shared_input_from >= 0, f"shared_input_from={c.shared_input_from} is no layer; 99 switches it off")
 
 
 def validate(config: Config) -> None:
@@ -2897,12 +2984,12 @@ def validate(config: Config) -> None:
     total = sum(stage.fraction for stage in c.stage_table)
     require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is none of auto, {', '.join(DTYPES)}")
     require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is none of auto, {', '.join(ATTENTION)}")
-    require(c.vocab_size <= 65536, f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536")
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
-    require(len(c.mtp_weights) > 0, "mtp_weights names no loss weight; 1.0 is that of the next token alone")
-    require(c.mtp_until > 0, f"mtp_until={c.mtp_until} is not above 0")
-    require(c.val_tokens > 0, f"val_tokens={c.val_tokens} is not above 0, so nothing would be scored")
+    require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
+    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows or more; 0 switches it off")
+    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 is that token alone")
+    require(c.momentum, "momentum needs four numbers, as 0.85,0.95,300,50")
     require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
@@ -2943,7 +3030,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
-    add("--steps", type=int, metavar="N", help="length of the run in steps, in place of --tokens")
+    add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
     notes = field_notes()
     for field_ in dataclasses.fields(Config):
         name = field_.name
@@ -2955,7 +3042,8 @@ def build_parser() -> FlagParser:
             default = ",".join(map(str, field_.default))
             add(flag, type=read_list, metavar="X,X", help=f"{note} [{default}]")
         else:
-            add(flag, type=type(field_.default), metavar="X", help=f"{note} [{field_.default}]")
+            kind = type(field_.default)
+            add(flag, type=read_int if kind is int else kind, metavar="X", help=f"{note} [{field_.default}]")
     return parser
 
 
@@ -2966,6 +3054,19 @@ def field_notes() -> dict[str, str]:
     body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
     found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
     return {name: behind or above for above, name, behind in found}
+
+
+def read_int(text: str) -> int:
+    """A whole number, as 1000, 1_000, 1e3 or 1k; M and B are millions and billions."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    try:
+        number = float(text.rstrip("kMB")) * {"k": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1)
+        if number.is_integer():
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number like 1000, 1e6 or 5M")
 
 
 def read_list(text: str) -> tuple:
@@ -2986,13 +3087,9 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
     values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
-    try:
-        config = Config(**values) if args.steps is None else config_of_steps(args.steps, values)
-        validate(config)
-        for schedule in (lr_multiplier, muon_momentum, loss_weights):
-            schedule(config, 0)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"these values do not fit ({error}); compare them with those of Config") from None
+    require(args.steps is None or args.steps > 0, f"--steps {args.steps} is no training; use 1 or more")
+    config = config_of_steps(args.steps, values) if args.steps else Config(**values)
+    validate(config)
     return config
 
 
@@ -3035,6 +3132,8 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack letters of a path or a sample
     try:
         result = command()
     except UserError as error:
@@ -3049,7 +3148,7 @@ def run_command(command: Callable[[], dict]) -> int:
         return 130
     except Exception as error:
         # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
-        if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left", str(error)):
+        if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left|t allocate memory", str(error)):
             way = "fix that, then continue with --resume, or start again if nothing is saved yet"
             print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
             return 1

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 from lib import report
-from lib.checkpoint import read_data
 from lib.command import RunError, run_command
 
 HEADING = "## Against compressors"
@@ -48,7 +47,7 @@ def xz(text: bytes) -> int:
 def compare(script, run_dir: Path) -> str:
     """The table as markdown. Raises: RunError"""
     config = script.read_config(run_dir)
-    dataset = read_data(script.Dataset.open, config.data)
+    dataset = script.Dataset.open(config.data)
     if script.read_description(run_dir)["dataset_fingerprint"] != dataset.info.get("fingerprint"):
         raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     documents = script.scored_documents(script.validation_documents(dataset, config), config)

@@ -1,7 +1,6 @@
 """What the tools in runs/ may use of a script, what makes a run, and 20 steps as they always were."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -70,7 +69,7 @@ def test_config_of_an_older_script_is_read(module, tmp_path):
     """Fields that this Config does not have are left out."""
     config = tiny_config() if module is ts else tiny_medium()
     values = dataclasses.asdict(config) | {"source": "", "top_k": 0, "core_items": 5}
-    (tmp_path / "config.json").write_text(json.dumps({"config": values}))
+    (tmp_path / "config.json").write_bytes(module.seal({"config": values}))
     assert module.read_config(tmp_path) == config
 
 

@@ -321,7 +321,7 @@ def test_compressors(run_dir, dataset):
 def test_compressors_name_a_missing_dataset(run_dir, tmp_path):
     description = ts.read_description(run_dir)
     description["config"]["data"] = str(tmp_path / "gone")
-    (run_dir / "config.json").write_text(json.dumps(description))
+    (run_dir / "config.json").write_bytes(ts.seal(description))
     done = python("runs/compressors.py", run_dir)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "no dataset at" in done.stderr
 

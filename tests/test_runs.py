@@ -339,24 +339,24 @@ def test_flags_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("script", (ts, tm))
-@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6, 9627397))
+@pytest.mark.parametrize("steps", (1, 7, 1000, 6144, 10**6, 9627397))
 def test_steps_and_tokens_give_the_same_run(script, steps):
-    """--steps N is --tokens of the same length: batch and rates are those of that length. A run has a step at least."""
+    """--steps N is --tokens of the same length: batch and rates are those of that length."""
 
     def config(*argv):
         return script.make_config(script.build_parser().parse_args([str(a) for a in argv]))
 
     by_steps = config("--steps", steps)
-    assert by_steps.num_steps == max(steps, 1) and by_steps == config("--tokens", by_steps.tokens)
+    assert by_steps.num_steps == steps and by_steps == config("--tokens", by_steps.tokens)
 
 
 def test_values_of_flags():
     """Numbers, switches, lists, and lists of lists; an empty list needs a =."""
     parse = ts.build_parser().parse_args
-    given = parse(["--muon-lr", "1", "--no-fp8", "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
+    given = parse(["--muon-lr", "1", "--tokens", "5M", "--val-tokens", "1e6", "--seed", "9007199254740993", "--no-fp8", "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
                    "--softcap", "30,0.5,7.5", "--stages", "(0.5,8,1.0),(0.5,16,1.4)", "--wandb", "a b"])  # fmt: skip
     assert ts.given_fields(given) == {
-        "muon_lr": 1.0, "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
+        "muon_lr": 1.0, "tokens": 5_000_000, "val_tokens": 1_000_000, "seed": 2**53 + 1, "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
         "softcap": (30, 0.5, 7.5), "stages": ((0.5, 8, 1.0), (0.5, 16, 1.4)), "wandb": "a b",
     }  # fmt: skip
     assert ts.given_fields(parse([])) == {}
@@ -368,22 +368,22 @@ def test_values_of_flags():
     (["--batch-size", "8"], ["unknown flag --batch-size; did you mean --stages"]),
     (["runs/tiny.args"], ["unknown flag runs/tiny.args"]),
     (["@nothing.args"], ["nothing.args"]),
-    (["--steps", "many"], ["--steps", "invalid int value: 'many'"]),
+    (["--steps", "many"], ["--steps: 'many' is no whole number like 1000, 1e6 or 5M"]),
+    (["--tokens", "1.5"], ["--tokens: '1.5' is no whole number"]),
+    (["--steps", "0"], ["--steps 0 is no training; use 1 or more"]),
     (["--long-layers", "a"], ["--long-layers: 'a' is no list like 3,10"]),
     (["--width", "100"], ["width=100", "head_dim=128"]),
     (["--width", "30", "--head-dim", "30"], ["head_dim=30 is not a multiple of 4"]),
-    (["--vocab-size", "70000"], ["70,000", "65,536"]),
+    (["--vocab-size", "70000"], ["vocab_size=70000 is not in its range (1, 65536)"]),
     (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
     (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
     (["--no-attention-layers", "0", "--shared-input-from", "0"], ["shared_input_from is a layer"]),
-    (["--dtype", "bf16"], ["--dtype bf16 is none of auto, bfloat16, float16, float32"]),
+    (["--dtype", "int8"], ["--dtype int8 is none of auto, bfloat16, float16, float32"]),
     (["--max-seq-len", "16384"], ["max_seq_len=16384 is above pack_tokens=8192"]),
     (["--stages", "(0.5, 16, 1.0)"], ["0.5000, not 1"]),
-    (["--stages", "1,2"], ["these values do not fit"]),
-    (["--pack-tokens", "0"], ["max_seq_len=2048 is above pack_tokens=0"]),
-    (["--val-tokens", "0"], ["val_tokens=0 is not above 0"]),
-    (["--mtp-weights="], ["mtp_weights names no loss weight"]),
-    (["--shared-input-from", "-1"], ["shared_input_from=-1 is no layer; 99"]),
+    (["--stages", "1,2"], ["stages=(1, 2) is not in its range"]),
+    (["--mtp-weights="], ["mtp_weights needs a weight of the next token"]),
+    (["--bigram-rows", "1"], ["two rows or more"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
     (["--resume"], ["is no run directory"]),
@@ -443,6 +443,10 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
     "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of its shards"]),
     "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "data/pretrain.py"]),
+    "half": ("dataset.json", lambda b: b[: len(b) // 2], False, ["dataset.json is damaged (JSONDecodeError("]),
+    "a count": ("dataset.json", lambda b: b.replace(b'"tokens": 1', b'"tokens": 3'), False, ["it was changed"]),
+    "no object": ("dataset.json", lambda b: b"[]", False, ["dataset.json is damaged (TypeError("]),
+    "no ranks": ("tokenizer.json", lambda b: b.replace(b'"ranks"', b'"rank"'), True, ["is damaged (KeyError('ranks'))"]),
     "gone": ("dataset.json", None, False, ["no dataset at", "`python data/pretrain.py --source climbmix"]),
 }  # fmt: skip
 
