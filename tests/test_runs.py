@@ -7,11 +7,13 @@ its own. How runs end and go on is in test_resume.py.
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ import train_medium as tm
 import train_small as ts
 import wandb
 
-from commands import entries, flags, losses, passes, refused, saved, snapshot, stop_at, tensors
+from commands import entries, flags, losses, main, passes, refused, saved, snapshot, stop_at, tensors
 from processes import python
 from tiny import ALONE, ROOT, list_files, loader_of, logits, tiny_config, train_steps, val_bpb
 
@@ -134,8 +136,13 @@ def test_default_run_directory(dataset_dir, tmp_path, monkeypatch):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small", made.name) and saved(made) == [1]
 
 
-def test_a_run_directory_gives_its_model_back(finished, dataset):
-    """The script inside the run directory, imported from there: the weights' bits per byte are the run's."""
+def test_a_run_directory_gives_its_model_back(finished, dataset, monkeypatch):
+    """The script inside the run directory, imported from there: the weights' bits per byte are the run's.
+
+    No tool waits for other processes, whatever the environment says.
+    """
+    for name in ts.TORCHRUN:
+        monkeypatch.setenv(name, "2")
     run = engine.load_run(finished, device="cpu")
     script = run.script
     assert script is not ts and script.__file__ == str(finished / "train_small.py")
@@ -353,10 +360,12 @@ def test_steps_and_tokens_give_the_same_run(script, steps):
 def test_values_of_flags():
     """Numbers, switches, lists, and lists of lists; an empty list needs a =."""
     parse = ts.build_parser().parse_args
-    given = parse(["--muon-lr", "1", "--tokens", "5M", "--val-tokens", "1e6", "--seed", "9007199254740993", "--no-fp8", "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
+    given = parse(["--muon-lr", "1", "--tokens", "5M", "--val-tokens", "1e6", "--seed", str(2**53 + 1), "--no-fp8",
+                   "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
                    "--softcap", "30,0.5,7.5", "--stages", "(0.5,8,1.0),(0.5,16,1.4)", "--wandb", "a b"])  # fmt: skip
     assert ts.given_fields(given) == {
-        "muon_lr": 1.0, "tokens": 5_000_000, "val_tokens": 1_000_000, "seed": 2**53 + 1, "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
+        "muon_lr": 1.0, "tokens": 5_000_000, "val_tokens": 1_000_000, "seed": 2**53 + 1,
+        "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
         "softcap": (30, 0.5, 7.5), "stages": ((0.5, 8, 1.0), (0.5, 16, 1.4)), "wandb": "a b",
     }  # fmt: skip
     assert ts.given_fields(parse([])) == {}
@@ -392,6 +401,27 @@ def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
     assert [word for word in words if word not in err] == [], err
+
+
+NONSENSE = """
+    num-layers=0 width=-64 width=1e12 head-dim=0 mlp-width=-1 vocab-size=0 max-seq-len=0 window-short=-8 window-long=0
+    no-attention-layers=-1 long-layers=1.5 long-layers=(1,2) long-layers=1,-1 value-embed-layers=True bigram-rows=-500
+    trigram-ratio=nan mudd-width=-1 gate-width=0 gate-width=999 attention-scale=0 rotary-base=inf softcap=1,2
+    softcap=23,5,0 softcap=a,b,c mtp-weights=0 mtp-weights=1,nan mtp-until=7 prefix-weight=-1 init-qkv=nan init-o=-2
+    init-up=inf pack-tokens=0 max-docs-per-pack=0 tokens=-5 max-epochs=0 val-tokens=0 stages=(1.0,0,1.0)
+    stages=(1.0,2.5,1.0) stages=(nan,2,1.0) stages=(1.0,2) stages=(-1,2,1),(2,2,1) min-packs=0 muon-lr=-1 adam-lr=nan
+    muon-beta2=2 adam-eps=0 momentum=2,0.9,3,3 momentum=0.85 momentum=0.8,0.9,-3,3 cooldown=-1 cooldown=2 lr-floor=nan
+    average=1.5 seed=-1 eval-every=-1 save-every=-2 log-every=0 keep-checkpoints=0 micro-batch-tokens=-128
+""".split()
+
+
+@pytest.mark.parametrize("flag", NONSENSE)
+def test_numbers_out_of_range(dataset_dir, tmp_path, flag):
+    """Refused by the name of the field, before anything is made."""
+    err = refused(*flags(dataset_dir, tmp_path / "run"), *(["--steps=1"] if "tokens=" in flag else []), f"--{flag}")
+    name = flag.partition("=")[0]
+    assert name in err or name.replace("-", "_") in err, err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
@@ -433,6 +463,32 @@ def test_a_user_without_a_name_and_a_reader_that_leaves(dataset_dir, tmp_path):
     assert not (tmp_path / "out").exists(), "as nothing was compiled"
 
 
+def test_a_console_that_lacks_letters(dataset_dir, tmp_path, monkeypatch):
+    """It shows a ? in their place."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    assert ts.main(flags(dataset_dir, tmp_path / "名", steps=1)) == 0
+    assert b"/?, 1 steps" in console.buffer.getvalue()
+
+
+@pytest.mark.parametrize("left", ("RANK", "WORLD_SIZE", "RANK WORLD_SIZE MASTER_ADDR"))
+@pytest.mark.parametrize("value", ("", "2"))
+def test_left_over_variables_of_torchrun(dataset_dir, tmp_path, monkeypatch, left, value):
+    """A run takes all of them or none, and says so: it trains alone, and its result comes last."""
+    for name in left.split():
+        monkeypatch.setenv(name, value)
+    code, out, err = main(*flags(dataset_dir, tmp_path / "run", steps=1))
+    assert code == 0 and json.loads(out.splitlines()[-1])["steps"] == 1
+    note = f"note: {left.replace(' ', ', ')} ignored, since torchrun would also set "
+    assert err.startswith(note) if value else not err
+
+
+def test_an_old_python():
+    """One sentence, where the packages that a newer one has would be missing."""
+    done = python("-c", "import sys; sys.version_info = (3, 10); import train_small")
+    assert done.returncode == 1 and done.stderr.startswith("error: this requires Python 3.11 or newer"), done.stderr
+
+
 # ---- bad data: one sentence, exit code 1, nothing lost
 
 
@@ -446,8 +502,8 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "half": ("dataset.json", lambda b: b[: len(b) // 2], False, ["dataset.json is damaged (JSONDecodeError("]),
     "a count": ("dataset.json", lambda b: b.replace(b'"tokens": 1', b'"tokens": 3'), False, ["it was changed"]),
     "no object": ("dataset.json", lambda b: b"[]", False, ["dataset.json is damaged (TypeError("]),
-    "no ranks": ("tokenizer.json", lambda b: b.replace(b'"ranks"', b'"rank"'), True, ["is damaged (KeyError('ranks'))"]),
-    "gone": ("dataset.json", None, False, ["no dataset at", "`python data/pretrain.py --source climbmix"]),
+    "no ranks": ("tokenizer.json", lambda b: b.replace(b'"ranks"', b'"r"'), True, ["is damaged (KeyError('ranks'))"]),
+    "gone": ("dataset.json", None, False, ["no dataset at", "(good)", "`python data/pretrain.py --source climbmix"]),
 }  # fmt: skip
 
 
@@ -455,6 +511,7 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
 def test_bad_dataset(dataset_dir, tmp_path, what):
     """What was wrong with which file, before anything is trained; the dataset stays as it was."""
     root = shutil.copytree(dataset_dir, tmp_path / "bad")
+    shutil.copytree(dataset_dir, tmp_path / "good")
     name, change, listed, words = BAD[what]
     content = (root / name).read_bytes()
     (root / name).unlink()
