@@ -57,6 +57,7 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fractions
 import functools
 import gc
 import hashlib
@@ -937,7 +938,7 @@ class GPT(nn.Module):
         buffer("rotary", rotary_table(c))
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
+        buffer("prefix_ids", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
@@ -1210,8 +1211,8 @@ class GPT(nn.Module):
             same_document = positions_T.roll(-ahead) == positions_T + ahead
             targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
         if self.config.prefix_weight:
-            prefixes = self.prefixes[targets_T.clamp(min=0)].to(targets_T.dtype)
-            targets.append(torch.where(targets_T < 0, -1, prefixes))
+            prefix_T = self.prefix_ids[targets_T.clamp(min=0)].to(targets_T.dtype)
+            targets.append(torch.where(targets_T < 0, -1, prefix_T))
         return torch.stack(targets)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -1564,7 +1565,8 @@ class Optimizer:
         for gradient in gradients:
             gradient.wait()
             own = self.update(gradient, lr_factor, momentum)
-            gathers += self.start_gather(gradient.slot, own)
+            if gradient.slot.sharded:
+                gathers.append(self.start_gather(gradient.slot, own))
 
         # 3. The next forward needs all weights. Padded ones were gathered beside their parameter.
         for gathered in gathers:
@@ -1665,16 +1667,14 @@ class Optimizer:
         )
         return Pending(slot, rows, index, works, sent=(own_index, own_rows))
 
-    def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
-        """Starts to gather the new weights of all ranks, if the slot is sharded."""
-        if not slot.sharded:
-            return []
+    def start_gather(self, slot: Slot, own: Tensor) -> Pending:
+        """Starts to gather the new weights of all ranks."""
         whole = slot.param.detach().view(slot.shape)
         padded = slot.per_rank * self.ranks.world
         if padded != slot.shape[0]:
             whole = own.new_empty(padded, *own.shape[1:])
         work = dist.all_gather_into_tensor(whole, own, async_op=True)
-        return [Pending(slot, whole, works=(work,), sent=(own,))]
+        return Pending(slot, whole, works=(work,), sent=(own,))
 
     def own_rows(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -2071,8 +2071,7 @@ class Pretraining:
         state = build_state(self.config, ranks, say)
         warm_up(state, say)
         if self.config.prefix_weight:  # the second target of each token
-            prefixes = torch.tensor(self.tokenizer.prefixes())
-            state.model.prefixes[: len(prefixes)] = prefixes
+            state.model.prefix_ids[: self.config.vocab_size] = torch.tensor(self.tokenizer.prefix_ids())
         return state
 
     def start_weights(self, state: TrainState) -> bool:
@@ -2493,13 +2492,12 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Most packs in a micro-batch that fit into memory, help speed and divide a share of a step."""
-    limit = 8192
-    if ranks.device.type == "cuda":
-        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
-    most = max(int((config.micro_batch_tokens or limit) // config.pack_tokens), 1)
-    shares = [stage.packs // ranks.world for stage in config.stage_table]
-    return max(largest_divisor(share, most) for share in shares)
+    """The most packs in a micro-batch: of all stages the largest divisor of a rank's share that memory allows."""
+    tokens = config.micro_batch_tokens
+    if not tokens and ranks.device.type == "cuda":
+        tokens = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
+    most = max(int((tokens or 8192) // config.pack_tokens), 1)
+    return max(largest_divisor(stage.packs // ranks.world, most) for stage in config.stage_table)
 
 
 # -- ranks and devices
@@ -2516,8 +2514,7 @@ def start_ranks() -> Ranks:
         for name in TORCHRUN:
             os.environ.pop(name, None)
         if given:
-            missing = ", ".join(name for name in TORCHRUN if name not in given)
-            print(f"note: {', '.join(given)} ignored, since torchrun would also set {missing}", file=sys.stderr)
+            print(f"note: {', '.join(given)} ignored, as torchrun would set {', '.join(TORCHRUN)}", file=sys.stderr)
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -2644,7 +2641,7 @@ class Tokenizer:
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
         self.token_bytes[len(ranks) :] = 0
 
-    def prefixes(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """For each token the longest other one that it begins with, or -1 (record 88)."""
         found = []
         for text in self.mergeable:
@@ -2691,10 +2688,9 @@ class Dataset:
                 way = f"name one of those in {root.parent} with --data ({', '.join(others)}), or {way}"
             raise UserError(f"no dataset at {root}; {way}; `--source stdlib` needs no network")
         with explain_damage(path):
-            content = path.read_bytes()
-            info = json.loads(content)
+            info = json.loads(path.read_bytes())
             if "sha256" in info:  # older datasets have no seal
-                info = unseal(content)
+                unseal(path.read_bytes())
             listed = info["files"]["tokenizer.json"]["sha256"]
         tokenizer = root / "tokenizer.json"
         if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
@@ -3131,23 +3127,22 @@ def build_parser() -> FlagParser:
 
 def field_notes() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
-    # Groups: a comment line above, the name of the field, a comment behind.
-    source = SOURCE.decode().replace("\r\n", "\n")
-    body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
-    found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
-    return {name: behind or above for above, name, behind in found}
+    notes = {}
+    above = ""
+    for line in SOURCE.decode().partition("class Config:")[2].splitlines():
+        code, _, note = line.partition("# ")
+        notes.setdefault(code.partition(":")[0].strip(), note or above)
+        above = note
+    return notes
 
 
 def read_int(text: str) -> int:
-    """A whole number, as 1000, 1_000, 1e3 or 1k; M and B are millions and billions."""
-    with contextlib.suppress(ValueError):
-        return int(text)
-    try:
-        number = float(text.rstrip("kMB")) * {"k": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1)
-        if number.is_integer():
+    """A whole number, as 1000, 1e3 or 1k; M and B are millions and billions."""
+    digits = text.replace("k", "e3").replace("M", "e6").replace("B", "e9")
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        number = fractions.Fraction(digits)
+        if number.denominator == 1:
             return int(number)
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"{text!r} is no whole number like 1000, 1e6 or 5M")
 
 
@@ -3187,9 +3182,10 @@ def resumed_config(args: argparse.Namespace) -> Config:
     run_dir = Path(args.run_dir)
     base = read_config(run_dir)
     for name, value in given_fields(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        same = name in FREE_ON_RESUME or value == getattr(base, name)
-        require(same, f"--resume cannot change {flag}: {run_dir} has {getattr(base, name)}; leave it out")
+        saved = getattr(base, name)
+        if name not in FREE_ON_RESUME and value != saved:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; leave it out")
     config = change_config(base, args)
     # A relative path is that of the folder where the run began.
     data = Path(read_description(run_dir)["folder"]) / config.data
@@ -3387,7 +3383,8 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory.
+    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory, and in one pass:
+    # torch.add(p, x, alpha=q) is p + q x.
     if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()

@@ -34,7 +34,7 @@ def test_bytes_of_a_token_are_raw_bytes(tokenizer):
 
 def test_prefixes(tokenizer):
     """The longest shorter token that a token begins with; " th" is none here, so that of " the" is " t"."""
-    ids, found = tokenizer.mergeable, tokenizer.prefixes()
+    ids, found = tokenizer.mergeable, tokenizer.prefix_ids()
     pairs = {b"the": b"th", b" the": b" t", b" and": b" a", b"and": b"an", "€".encode(): "€".encode()[:2], b"th": b"t"}
     assert {token: found[ids[token]] for token in pairs} == {token: ids[prefix] for token, prefix in pairs.items()}
     for i, token in enumerate(tokenizer.bytes[: len(ids)]):

@@ -97,7 +97,7 @@ def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
     config = dataclasses.replace(config, attention="sdpa", dtype="float32", adam_eps=1e-4)
     module = script(config)
     state = module.build_state(config, ALONE, lambda text: None)
-    state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
+    state.model.prefix_ids[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefix_ids())
     found = train_steps(state, dataset, config.num_steps)
     assert found == pytest.approx([float(loss) for loss in losses.split()], rel=1e-5)
     assert val_bpb(state.forward, config, dataset, state.micro_packs) == pytest.approx(bpb, rel=1e-5)

@@ -268,7 +268,7 @@ def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkey
     def watched_step(state, batch):
         loss, model = train_step(state, batch), state.model
         seen.append([*taken, *model.loss_weights.tolist()])
-        assert model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]
+        assert model.prefix_ids.tolist() == [*dataset.tokenizer.prefix_ids(), *[-1] * 20]
         return loss
 
     monkeypatch.setattr(ts.Optimizer, "step", watched_update)
@@ -479,7 +479,7 @@ def test_left_over_variables_of_torchrun(dataset_dir, tmp_path, monkeypatch, lef
         monkeypatch.setenv(name, value)
     code, out, err = main(*flags(dataset_dir, tmp_path / "run", steps=1))
     assert code == 0 and json.loads(out.splitlines()[-1])["steps"] == 1
-    note = f"note: {left.replace(' ', ', ')} ignored, since torchrun would also set "
+    note = f"note: {left.replace(' ', ', ')} ignored, as torchrun would set RANK, "
     assert err.startswith(note) if value else not err
 
 
