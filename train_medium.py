@@ -864,24 +864,27 @@ class LayerWeights(NamedTuple):
     Products in fp8 read copies, whose names end in 8; the matrices receive the gradients.
     """
 
-    qkv: Tensor | None  # (3 D, D)
-    o: Tensor | None  # (D, D)
-    qkv8: Weight8 | None
-    o8: Weight8 | None
     up: Tensor  # (F, D), or (2 F, D) with the gate first
     down: Tensor  # (F, D)
-    up8: Weight8 | None
-    down8: Weight8 | None
+    qkv: Tensor | None = None  # (3 D, D)
+    o: Tensor | None = None  # (D, D)
+    qkv8: Weight8 | None = None
+    o8: Weight8 | None = None
+    up8: Weight8 | None = None
+    down8: Weight8 | None = None
 
 
 class Inputs(NamedTuple):
-    """What the trunk hands to every layer."""
+    """What every layer reads besides the residual stream."""
 
     x0: Tensor  # (T, D) normalised embedding
     ngram: Tensor | None  # (T, D) embedding of the last two and three tokens
     value_embeds: tuple | None  # E value embeddings (T, D)
     cos: Tensor  # (T, 1, K)
     sin: Tensor  # (T, 1, K)
+    scalar: dict[str, Tensor]  # rows of the learned scalars, fp32 (L,)
+    attend: Callable  # see GPT.trunk
+    shared: Tensor | None = None  # (T, D) input of attention from shared_input_from on (record 77)
 
 
 SIGN_ROWS = 8192  # 500 to 15,000 are equally good in record 83
@@ -993,35 +996,30 @@ class GPT(nn.Module):
         c = self.config
         scalar = dict(zip(SCALARS, self.scalars, strict=True))
 
-        def of_attention(row: Tensor) -> Tensor:
-            return torch.stack([row[layer] for layer in c.attention_layers])
-
-        def scaled(factors: Tensor, bank: Tensor) -> Tensor:
+        def scaled(bank: Tensor, name: str, layers: Iterable[int]) -> Tensor:
+            factors = torch.stack([scalar[name][layer] for layer in layers])
             return (factors[:, None, None] * bank).to(bank.dtype)
 
-        def copies(product: str, bank: Tensor) -> list:
-            return to_weights8(bank) if product in products8 else [None] * len(bank)
-
-        # Of the layers with attention.
         v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
-        v = scaled(of_attention(scalar["scale_v"]), v)
-        o = scaled(of_attention(scalar["scale_o"]), o)
-        qkv = torch.cat((self.qk_bank, v), 1)
-        attentions = zip(qkv.unbind(0), o.unbind(0), copies("qkv", qkv), copies("o", o), strict=True)
-
-        # Of all layers.
         up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
-        down = scaled(scalar["scale_down"], down)
+        v = scaled(v, "scale_v", c.attention_layers)
+        o = scaled(o, "scale_o", c.attention_layers)
+        down = scaled(down, "scale_down", range(c.num_layers))
+        qkv = torch.cat((self.qk_bank, v), 1)
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
-        mlps = zip(up.unbind(0), down.unbind(0), copies("MLP", up), copies("MLP", down), strict=True)
+
+        # The matrices of all layers that have them, in their order.
+        matrices = {}
+        for name, product, bank in (("qkv", "qkv", qkv), ("o", "o", o), ("up", "MLP", up), ("down", "MLP", down)):
+            matrices[name] = iter(bank.unbind(0))
+            if product in products8:
+                matrices[f"{name}8"] = iter(to_weights8(bank))
 
         weights = []
-        for layer, mlp in enumerate(mlps):
-            attention = (None,) * 4
-            if layer in c.attention_layers:
-                attention = next(attentions)
-            weights.append(LayerWeights(*attention, *mlp))
+        for layer in range(c.num_layers):
+            lacks = ("qkv", "o", "qkv8", "o8") if layer in c.no_attention_layers else ()
+            weights.append(LayerWeights(**{name: next(matrices[name]) for name in matrices if name not in lacks}))
         return weights
 
     def trunk(self, tokens_T, previous_2T, positions_T, attend, weights=None, ngram_rows=None) -> Tensor:
@@ -1039,12 +1037,9 @@ class GPT(nn.Module):
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
-        if inputs.ngram is not None:
-            inputs = inputs._replace(ngram=Stored.apply(inputs.ngram))
+        inputs = Inputs(*self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows), scalar, attend)
 
         x = inputs.x0
-        shared_input = None
         for layer, w in enumerate(weights):
             # Before the last layer, each token mixes input and stream (see mix).
             mixed = None
@@ -1052,25 +1047,21 @@ class GPT(nn.Module):
                 mixed, more = self.mix(x, inputs.x0)
                 x = x + more
             if layer == c.shared_input_from:
-                shared_input = norm(x)
-            arguments = (x, shared_input, mixed, layer, w, scalar, inputs, attend)
+                inputs = inputs._replace(shared=norm(x))
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
+                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, mixed, w, inputs, **options)
             else:
-                x = self.block(*arguments)
+                x = self.block(layer, x, mixed, w, inputs)
         return norm(x)
 
-    def block(self, x, shared_input, mixed, layer: int, w: LayerWeights, scalar, inputs: Inputs, attend) -> Tensor:
-        """One layer: attention and MLP, each added to the residual stream x (T, D).
-
-        shared_input (T, D) is what attention reads, x if None (record 77); mixed (T, D) or None is
-        added to its values.
-        """
+    def block(self, layer: int, x: Tensor, mixed: Tensor | None, w: LayerWeights, inputs: Inputs) -> Tensor:
+        """One layer: attention and MLP, each added to the stream x (T, D). mixed (T, D) is added to values."""
         c = self.config
+        scalar = inputs.scalar
         if layer not in c.no_attention_layers:
-            attention_input = norm(x) if shared_input is None else shared_input
-            y = self.attend_layer(layer, attention_input, w, inputs, attend, mixed)
+            attention_input = norm(x) if inputs.shared is None else inputs.shared
+            y = self.attend_layer(layer, attention_input, mixed, w, inputs)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -1083,7 +1074,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, layer: int, normed_TD, w: LayerWeights, inputs: Inputs, attend, mixed_TD) -> Tensor:
+    def attend_layer(self, layer: int, normed_TD: Tensor, mixed_TD, w: LayerWeights, inputs: Inputs) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -1094,7 +1085,7 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        y = attend(layer, q, k, v)
+        y = inputs.attend(layer, q, k, v)
         if layer in c.exclusive_layers:
             y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
         if layer in c.gated_layers:
@@ -1102,8 +1093,8 @@ class GPT(nn.Module):
             y = y * gate_TH[..., None]
         return y.reshape(len(normed_TD), c.width)
 
-    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> Inputs:
-        """Embeddings of each token and of the last two and three, and the rotary table."""
+    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> tuple:
+        """The first five Inputs: embeddings of each token and of the last two and three, and the rotary table."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -1119,13 +1110,14 @@ class GPT(nn.Module):
             ngram_TD = signed[0]
             if c.trigram_rows:
                 ngram_TD = ngram_TD + F.linear(signed[1], self.trigram_proj)
+            ngram_TD = Stored.apply(ngram_TD)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         value_embeds = None
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
-        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin)
+        return norm(x), ngram_TD, value_embeds, cos, sin
 
     def ngram_tables(self) -> list[Tensor]:
         """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
