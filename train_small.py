@@ -237,13 +237,11 @@ RANGES = {
     "num_layers": (1, 1000),
     "no_attention_layers long_layers key_offset_layers value_embed_layers": [(0, 999)],
     "paired_layers exclusive_layers gated_layers": [(0, 999)],
-    "shared_input_from": (0, 999),
     "width head_dim mlp_width gate_width vocab_size": (1, 2**16),
     "max_seq_len window_short window_long pack_tokens max_docs_per_pack min_packs": (1, 2**20),
-    "bigram_rows mudd_width micro_batch_tokens": (0, 2**31),
+    "shared_input_from bigram_rows mudd_width micro_batch_tokens seed eval_every": (0, 2**31),
     "tokens max_epochs val_tokens log_every keep_checkpoints": (1, 10**18),
-    "seed eval_every": (0, 10**18),
-    "save_every": (-1, 10**18),
+    "save_every": (-1, 2**31),
     "muon_lr adam_lr prefix_weight init_qkv init_o init_up trigram_ratio": (0.0, 1000.0),
     "mtp_weights": [(0.0, 1000.0)],
     "cooldown lr_floor average": (0.0, 1.0),
@@ -1955,16 +1953,12 @@ class Pretraining:
         documents = scored_documents(documents, config)
         token_bytes = np.zeros(config.padded_vocab, np.int64)
         token_bytes[: config.vocab_size] = self.tokenizer.token_bytes
-        targets = 0
-        text_bytes = 0
-        digest = hashlib.sha256()
-        for sequence, counted in documents:
-            found = token_bytes[sequence[1:][counted]]
-            targets += int((found > 0).sum())
-            text_bytes += int(found.sum())
-            digest.update(sequence.astype("<u2"))
-        require(text_bytes > 0, f"the validation text of {config.data} has no bytes to score; make the dataset again")
-        self.scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+        text_bytes = [token_bytes[sequence[1:][counted]] for sequence, counted in documents]
+        text_bytes = np.concatenate([*text_bytes, [0]])
+        require(text_bytes.any(), f"the validation text of {config.data} has no bytes to score; make the dataset again")
+        digest = hashlib.sha256(b"".join(sequence.astype("<u2").tobytes() for sequence, _ in documents))
+        targets = int((text_bytes > 0).sum())
+        self.scored = {"targets": targets, "bytes": int(text_bytes.sum()), "sha256": digest.hexdigest()}
         self.token_bytes = torch.from_numpy(token_bytes)
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
@@ -3023,15 +3017,15 @@ def build_parser() -> FlagParser:
     for field_ in dataclasses.fields(Config):
         name = field_.name
         flag = f"--{name.replace('_', '-')}"
+        default = field_.default
+        options = {"type": read_int if type(default) is int else type(default), "metavar": "X"}
+        if isinstance(default, bool):
+            options = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(default, tuple):
+            options = {"type": read_list, "metavar": "X,X"}
+            default = ",".join(map(str, default))
         note = notes[name].replace("%", "%%")
-        if isinstance(field_.default, bool):
-            add(flag, action=argparse.BooleanOptionalAction, help=f"{note} [{field_.default}]")
-        elif isinstance(field_.default, tuple):
-            default = ",".join(map(str, field_.default))
-            add(flag, type=read_list, metavar="X,X", help=f"{note} [{default}]")
-        else:
-            kind = type(field_.default)
-            add(flag, type=read_int if kind is int else kind, metavar="X", help=f"{note} [{field_.default}]")
+        add(flag, help=f"{note} [{default}]", **options)
     return parser
 
 
