@@ -2502,7 +2502,7 @@ def start_ranks() -> Ranks:
         for name in TORCHRUN:
             os.environ.pop(name, None)
         if given:
-            print(f"note: {', '.join(given)} ignored, as torchrun would set {', '.join(TORCHRUN)}", file=sys.stderr)
+            print(f"note: {', '.join(given)} ignored, as torchrun would set {', '.join(TORCHRUN)}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -3075,8 +3075,8 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
-        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff"))
+        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first, in latin-1 three letters.
+        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff\xef\xbb\xbf"))
         return shlex.split(without_note)
 
     def error(self, message: str) -> None:
