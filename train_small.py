@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fractions
 import functools
 import gc
 import hashlib
@@ -57,6 +58,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"error: this requires Python 3.11 or newer, not {platform.python_version()}")
 
 # Read first, as the run directory keeps it: an editor may change the file during a long start.
 SOURCE = Path(__file__).read_bytes()
@@ -193,6 +197,9 @@ class Config:
     cuda_graphs: bool = True  # replay of compiled steps; without it slower, but less memory
     wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
 
+    def __post_init__(self):
+        check_ranges(self)
+
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
@@ -224,6 +231,30 @@ class Config:
         return max(1, round(self.tokens / self.step_tokens))
 
 
+# The range of each number above, both ends included; whole numbers unless an end has a point. A tuple has a range for
+# each entry, or in brackets one for all of them.
+RANGES = {
+    "num_layers": (1, 1000),
+    "no_attention_layers long_layers key_offset_layers value_embed_layers": [(0, 999)],
+    "paired_layers exclusive_layers gated_layers": [(0, 999)],
+    "width head_dim mlp_width gate_width vocab_size": (1, 2**16),
+    "max_seq_len window_short window_long pack_tokens max_docs_per_pack min_packs": (1, 2**20),
+    "shared_input_from bigram_rows mudd_width micro_batch_tokens seed eval_every": (0, 2**31),
+    "tokens max_epochs val_tokens log_every keep_checkpoints": (1, 10**18),
+    "save_every": (-1, 2**31),
+    "muon_lr adam_lr prefix_weight init_qkv init_o init_up trigram_ratio": (0.0, 1000.0),
+    "mtp_weights": [(0.0, 1000.0)],
+    "cooldown lr_floor average": (0.0, 1.0),
+    "mtp_until attention_scale": (0.001, 1.0),
+    "rotary_base": (1.0, 1e9),
+    "adam_eps": (1e-30, 1.0),
+    "muon_beta2": (0.0, 0.9999),
+    "momentum": ((0.0, 0.9999), (0.0, 0.9999), (0, 10**9), (0, 10**9)),
+    "softcap": ((0.1, 1000.0), (0.0, 1000.0), (0.1, 1000.0)),
+    "stages": [((1e-9, 1.0), (1, 10**6), (0.0, 1000.0))],
+}
+
+
 def stage_rule(config: Config) -> tuple:
     """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
 
@@ -232,11 +263,10 @@ def stage_rule(config: Config) -> tuple:
     """
     stages = []
     seen = 0.0
-    packs = max(config.min_packs, 1)
-    tokens = max(config.tokens, 1)
-    while seen < tokens:
-        batch = packs * max(config.pack_tokens, 1)
-        until = max(seen, min(batch**2 / 89, tokens))
+    packs = config.min_packs
+    while seen < config.tokens:
+        batch = packs * config.pack_tokens
+        until = max(seen, min(batch**2 / 89, config.tokens))
         rate = round((batch / 65536) ** 0.5, 3)
         stages.append(((until - seen) / batch, packs, rate))
         seen = until
@@ -251,7 +281,7 @@ def config_of_steps(steps: int, values: dict) -> Config:
     if config.stages:
         return dataclasses.replace(config, tokens=max(1, round(steps * config.step_tokens)))
     tokens = 0.0
-    batch = max(config.min_packs, 1) * max(config.pack_tokens, 1)
+    batch = config.min_packs * config.pack_tokens
     while steps > 0:  # the stages of stage_rule
         taken = min(steps, (batch**2 / 89 - tokens) / batch)
         tokens += taken * batch
@@ -761,24 +791,27 @@ class LayerWeights(NamedTuple):
     Products in fp8 read copies, whose names end in 8; the matrices receive the gradients.
     """
 
-    qkv: Tensor | None  # (3 D, D)
-    o: Tensor | None  # (D, D)
-    qkv8: Weight8 | None
-    o8: Weight8 | None
     up: Tensor  # (F, D), or (2 F, D) with the gate first
     down: Tensor  # (F, D)
-    up8: Weight8 | None
-    down8: Weight8 | None
+    qkv: Tensor | None = None  # (3 D, D)
+    o: Tensor | None = None  # (D, D)
+    qkv8: Weight8 | None = None
+    o8: Weight8 | None = None
+    up8: Weight8 | None = None
+    down8: Weight8 | None = None
 
 
 class Inputs(NamedTuple):
-    """What the trunk hands to every layer."""
+    """What every layer reads besides the residual stream."""
 
     x0: Tensor  # (T, D) normalised embedding
     ngram: Tensor | None  # (T, D) embedding of the last two and three tokens
     value_embeds: tuple | None  # E value embeddings (T, D)
     cos: Tensor  # (T, 1, K)
     sin: Tensor  # (T, 1, K)
+    scalar: dict[str, Tensor]  # rows of the learned scalars, fp32 (L,)
+    attend: Callable  # see GPT.trunk
+    shared: Tensor | None = None  # (T, D) input of attention from shared_input_from on (record 77)
 
 
 SIGN_ROWS = 8192  # 500 to 15,000 are equally good in record 83
@@ -835,7 +868,7 @@ class GPT(nn.Module):
         buffer("rotary", rotary_table(c))
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefixes", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
+        buffer("prefix_ids", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
@@ -890,35 +923,30 @@ class GPT(nn.Module):
         c = self.config
         scalar = dict(zip(SCALARS, self.scalars, strict=True))
 
-        def of_attention(row: Tensor) -> Tensor:
-            return torch.stack([row[layer] for layer in c.attention_layers])
-
-        def scaled(factors: Tensor, bank: Tensor) -> Tensor:
+        def scaled(bank: Tensor, name: str, layers: Iterable[int]) -> Tensor:
+            factors = torch.stack([scalar[name][layer] for layer in layers])
             return (factors[:, None, None] * bank).to(bank.dtype)
 
-        def copies(product: str, bank: Tensor) -> list:
-            return to_weights8(bank) if product in products8 else [None] * len(bank)
-
-        # Of the layers with attention.
         v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
-        v = scaled(of_attention(scalar["scale_v"]), v)
-        o = scaled(of_attention(scalar["scale_o"]), o)
-        qkv = torch.cat((self.qk_bank, v), 1)
-        attentions = zip(qkv.unbind(0), o.unbind(0), copies("qkv", qkv), copies("o", o), strict=True)
-
-        # Of all layers.
         up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
-        down = scaled(scalar["scale_down"], down)
+        v = scaled(v, "scale_v", c.attention_layers)
+        o = scaled(o, "scale_o", c.attention_layers)
+        down = scaled(down, "scale_down", range(c.num_layers))
+        qkv = torch.cat((self.qk_bank, v), 1)
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
-        mlps = zip(up.unbind(0), down.unbind(0), copies("MLP", up), copies("MLP", down), strict=True)
+
+        # The matrices of all layers that have them, in their order.
+        matrices = {}
+        for name, product, bank in (("qkv", "qkv", qkv), ("o", "o", o), ("up", "MLP", up), ("down", "MLP", down)):
+            matrices[name] = iter(bank.unbind(0))
+            if product in products8:
+                matrices[f"{name}8"] = iter(to_weights8(bank))
 
         weights = []
-        for layer, mlp in enumerate(mlps):
-            attention = (None,) * 4
-            if layer in c.attention_layers:
-                attention = next(attentions)
-            weights.append(LayerWeights(*attention, *mlp))
+        for layer in range(c.num_layers):
+            lacks = ("qkv", "o", "qkv8", "o8") if layer in c.no_attention_layers else ()
+            weights.append(LayerWeights(**{name: next(matrices[name]) for name in matrices if name not in lacks}))
         return weights
 
     def trunk(self, tokens_T, previous_2T, positions_T, attend, weights=None, ngram_rows=None) -> Tensor:
@@ -936,12 +964,9 @@ class GPT(nn.Module):
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
-        if inputs.ngram is not None:
-            inputs = inputs._replace(ngram=Stored.apply(inputs.ngram))
+        inputs = Inputs(*self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows), scalar, attend)
 
         x = inputs.x0
-        shared_input = None
         for layer, w in enumerate(weights):
             # Before the last layer, each token mixes input and stream (see mix).
             mixed = None
@@ -949,25 +974,21 @@ class GPT(nn.Module):
                 mixed, more = self.mix(x, inputs.x0)
                 x = x + more
             if layer == c.shared_input_from:
-                shared_input = norm(x)
-            arguments = (x, shared_input, mixed, layer, w, scalar, inputs, attend)
+                inputs = inputs._replace(shared=norm(x))
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
+                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, mixed, w, inputs, **options)
             else:
-                x = self.block(*arguments)
+                x = self.block(layer, x, mixed, w, inputs)
         return norm(x)
 
-    def block(self, x, shared_input, mixed, layer: int, w: LayerWeights, scalar, inputs: Inputs, attend) -> Tensor:
-        """One layer: attention and MLP, each added to the residual stream x (T, D).
-
-        shared_input (T, D) is what attention reads, x if None (record 77); mixed (T, D) or None is
-        added to its values.
-        """
+    def block(self, layer: int, x: Tensor, mixed: Tensor | None, w: LayerWeights, inputs: Inputs) -> Tensor:
+        """One layer: attention and MLP, each added to the stream x (T, D). mixed (T, D) is added to values."""
         c = self.config
+        scalar = inputs.scalar
         if layer not in c.no_attention_layers:
-            attention_input = norm(x) if shared_input is None else shared_input
-            y = self.attend_layer(layer, attention_input, w, inputs, attend, mixed)
+            attention_input = norm(x) if inputs.shared is None else inputs.shared
+            y = self.attend_layer(layer, attention_input, mixed, w, inputs)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -980,7 +1001,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, layer: int, normed_TD, w: LayerWeights, inputs: Inputs, attend, mixed_TD) -> Tensor:
+    def attend_layer(self, layer: int, normed_TD: Tensor, mixed_TD, w: LayerWeights, inputs: Inputs) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -991,7 +1012,7 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        y = attend(layer, q, k, v)
+        y = inputs.attend(layer, q, k, v)
         if layer in c.exclusive_layers:
             y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
         if layer in c.gated_layers:
@@ -999,8 +1020,8 @@ class GPT(nn.Module):
             y = y * gate_TH[..., None]
         return y.reshape(len(normed_TD), c.width)
 
-    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> Inputs:
-        """Embeddings of each token and of the last two and three, and the rotary table."""
+    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> tuple:
+        """The first five Inputs: embeddings of each token and of the last two and three, and the rotary table."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -1016,13 +1037,14 @@ class GPT(nn.Module):
             ngram_TD = signed[0]
             if c.trigram_rows:
                 ngram_TD = ngram_TD + F.linear(signed[1], self.trigram_proj)
+            ngram_TD = Stored.apply(ngram_TD)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         value_embeds = None
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
-        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin)
+        return norm(x), ngram_TD, value_embeds, cos, sin
 
     def ngram_tables(self) -> list[Tensor]:
         """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
@@ -1108,8 +1130,8 @@ class GPT(nn.Module):
             same_document = positions_T.roll(-ahead) == positions_T + ahead
             targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
         if self.config.prefix_weight:
-            prefixes = self.prefixes[targets_T.clamp(min=0)].to(targets_T.dtype)
-            targets.append(torch.where(targets_T < 0, -1, prefixes))
+            prefix_T = self.prefix_ids[targets_T.clamp(min=0)].to(targets_T.dtype)
+            targets.append(torch.where(targets_T < 0, -1, prefix_T))
         return torch.stack(targets)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -1462,7 +1484,8 @@ class Optimizer:
         for gradient in gradients:
             gradient.wait()
             own = self.update(gradient, lr_factor, momentum)
-            gathers += self.start_gather(gradient.slot, own)
+            if gradient.slot.sharded:
+                gathers.append(self.start_gather(gradient.slot, own))
 
         # 3. The next forward needs all weights. Padded ones were gathered beside their parameter.
         for gathered in gathers:
@@ -1563,16 +1586,14 @@ class Optimizer:
         )
         return Pending(slot, rows, index, works, sent=(own_index, own_rows))
 
-    def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
-        """Starts to gather the new weights of all ranks, if the slot is sharded."""
-        if not slot.sharded:
-            return []
+    def start_gather(self, slot: Slot, own: Tensor) -> Pending:
+        """Starts to gather the new weights of all ranks."""
         whole = slot.param.detach().view(slot.shape)
         padded = slot.per_rank * self.ranks.world
         if padded != slot.shape[0]:
             whole = own.new_empty(padded, *own.shape[1:])
         work = dist.all_gather_into_tensor(whole, own, async_op=True)
-        return [Pending(slot, whole, works=(work,), sent=(own,))]
+        return Pending(slot, whole, works=(work,), sent=(own,))
 
     def own_rows(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -1855,7 +1876,7 @@ def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ran
     sums = torch.stack((nats_sum, bytes_sum))
     if ranks.world > 1:
         dist.all_reduce(sums)
-    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
+    return sums[0].item() / math.log(2) / sums[1].item()
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
@@ -1932,16 +1953,12 @@ class Pretraining:
         documents = scored_documents(documents, config)
         token_bytes = np.zeros(config.padded_vocab, np.int64)
         token_bytes[: config.vocab_size] = self.tokenizer.token_bytes
-        targets = 0
-        text_bytes = 0
-        digest = hashlib.sha256()
-        for sequence, counted in documents:
-            found = token_bytes[sequence[1:][counted]]
-            targets += int((found > 0).sum())
-            text_bytes += int(found.sum())
-            digest.update(sequence.astype("<u2"))
-        require(text_bytes > 0, f"the validation text of {config.data} has no bytes to score; make the dataset again")
-        self.scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+        text_bytes = [token_bytes[sequence[1:][counted]] for sequence, counted in documents]
+        text_bytes = np.concatenate([*text_bytes, [0]])
+        require(text_bytes.any(), f"the validation text of {config.data} has no bytes to score; make the dataset again")
+        digest = hashlib.sha256(b"".join(sequence.astype("<u2").tobytes() for sequence, _ in documents))
+        targets = int((text_bytes > 0).sum())
+        self.scored = {"targets": targets, "bytes": int(text_bytes.sum()), "sha256": digest.hexdigest()}
         self.token_bytes = torch.from_numpy(token_bytes)
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
@@ -1969,8 +1986,7 @@ class Pretraining:
         state = build_state(self.config, ranks, say)
         warm_up(state, say)
         if self.config.prefix_weight:  # the second target of each token
-            prefixes = torch.tensor(self.tokenizer.prefixes())
-            state.model.prefixes[: len(prefixes)] = prefixes
+            state.model.prefix_ids[: self.config.vocab_size] = torch.tensor(self.tokenizer.prefix_ids())
         return state
 
     def start_weights(self, state: TrainState) -> bool:
@@ -2064,7 +2080,7 @@ def describe_start(run: Run, earlier: dict) -> None:
     description["config"] = dataclasses.asdict(job.config)
     description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
     description["starts"] = [*earlier.get("starts", []), this_start]
-    write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1).encode())
+    write_atomically(run.run_dir / "config.json", seal(description))
     write_atomically(run.run_dir / Path(__file__).name, SOURCE)
     for path in (job.tokenizer.path, *job.scripts):
         write_atomically(run.run_dir / path.name, path.read_bytes())
@@ -2391,20 +2407,29 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Most packs in a micro-batch that fit into memory, help speed and divide a share of a step."""
-    limit = 8192
-    if ranks.device.type == "cuda":
-        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
-    most = max(int((config.micro_batch_tokens or limit) // config.pack_tokens), 1)
-    shares = [stage.packs // ranks.world for stage in config.stage_table]
-    return max(largest_divisor(share, most) for share in shares)
+    """The most packs in a micro-batch: of all stages the largest divisor of a rank's share that memory allows."""
+    tokens = config.micro_batch_tokens
+    if not tokens and ranks.device.type == "cuda":
+        tokens = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
+    most = max(int((tokens or 8192) // config.pack_tokens), 1)
+    return max(largest_divisor(stage.packs // ranks.world, most) for stage in config.stage_table)
 
 
 # -- ranks and devices
 
 
+# What torchrun sets. Some of it may be left over, or come from another launcher.
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def start_ranks() -> Ranks:
     """Picks the device and joins the process group that torchrun describes in the environment."""
+    given = [name for name in TORCHRUN if os.environ.get(name)]
+    if len(given) < len(TORCHRUN):
+        for name in TORCHRUN:
+            os.environ.pop(name, None)
+        if given:
+            print(f"note: {', '.join(given)} ignored, as torchrun would set {', '.join(TORCHRUN)}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -2428,7 +2453,10 @@ def bf16_is_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -2501,10 +2529,11 @@ class Tokenizer:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        spec = json.loads(self.path.read_text(encoding="utf-8"))
-        self.pattern = spec["pattern"]
-        self.specials = dict(spec["special_tokens"])
-        ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
+        with explain_damage(self.path):
+            spec = json.loads(self.path.read_bytes())
+            self.pattern = spec["pattern"]
+            self.specials = dict(spec["special_tokens"])
+            ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         self.vocab_size = len(ranks) + len(self.specials)
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
@@ -2516,7 +2545,7 @@ class Tokenizer:
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
         self.token_bytes[len(ranks) :] = 0
 
-    def prefixes(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """For each token the longest other one that it begins with, or -1 (record 88)."""
         found = []
         for text in self.mergeable:
@@ -2557,11 +2586,17 @@ class Dataset:
         path = root / "dataset.json"
         if not path.is_file():
             source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
-            way = f"`python data/pretrain.py --source {source} --out {root}`"
-            raise UserError(f"no dataset at {root}; make one with {way}; `--source stdlib` needs no network")
-        info = json.loads(path.read_text(encoding="utf-8"))
+            way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
+            others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
+            if others:
+                way = f"name one of those in {root.parent} with --data ({', '.join(others)}), or {way}"
+            raise UserError(f"no dataset at {root}; {way}; `--source stdlib` needs no network")
+        with explain_damage(path):
+            info = json.loads(path.read_bytes())
+            if "sha256" in info:  # older datasets have no seal
+                unseal(path.read_bytes())
+            listed = info["files"]["tokenizer.json"]["sha256"]
         tokenizer = root / "tokenizer.json"
-        listed = info["files"]["tokenizer.json"]["sha256"]
         if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
             raise UserError(f"{tokenizer} is not the tokenizer of its shards; make the dataset again")
         return Dataset(root, info, Tokenizer(tokenizer))
@@ -2586,6 +2621,31 @@ class Dataset:
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
         return np.frombuffer(content, "<u2", offset=1024)
+
+
+@contextlib.contextmanager
+def explain_damage(path: Path) -> Iterator[None]:
+    """Turns what a damaged JSON file leads to into one sentence."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error!r:.200}); restore or make it again") from None
+
+
+def seal(description: dict) -> bytes:
+    """JSON whose last entry is the sha256 of the JSON without it."""
+    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
+    return json.dumps({**description, "sha256": digest}, indent=1).encode()
+
+
+def unseal(content: bytes) -> dict:
+    """What seal() was given. Raises: ValueError if this is not what it returned"""
+    description = json.loads(content)
+    if isinstance(description, dict):
+        description.pop("sha256", None)
+        if seal(description) == content.rstrip(b"\n"):
+            return description
+    raise ValueError("it was changed, or written by another version of the script")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -2636,10 +2696,9 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} is no run directory ({error}); name one with --run-dir") from None
+    require(path.is_file(), f"{run_dir} is no run directory, as it has no config.json; name one with --run-dir")
+    with explain_damage(path):
+        return unseal(path.read_bytes())
 
 
 def read_config(run_dir: Path) -> Config:
@@ -2761,20 +2820,9 @@ def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dic
     os.replace(temporary, final)
 
 
-def seal(description: dict) -> bytes:
-    """JSON whose last entry is the sha256 of the JSON without it."""
-    digest = hashlib.sha256(json.dumps(description, indent=1).encode()).hexdigest()
-    return json.dumps({**description, "sha256": digest}, indent=1).encode()
-
-
 def read_state(folder: Path) -> dict:
     """state.json of a checkpoint. Raises: OSError, or ValueError if it is not what was saved"""
-    content = (folder / "state.json").read_bytes()
-    saved = json.loads(content)
-    saved.pop("sha256", None)
-    if seal(saved) != content:
-        raise ValueError("state.json was changed, or written by another version of the script")
-    return saved
+    return unseal((folder / "state.json").read_bytes())
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
@@ -2829,7 +2877,7 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
         with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
             scores[folder] = (read_state(folder)["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
-    for folder in folders[: -max(keep, 1)]:
+    for folder in folders[:-keep]:
         if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -2840,7 +2888,10 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
         saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
-    except (OSError, ValueError) as error:
+        for name in names:
+            if name.endswith(".safetensors"):
+                safetensors.safe_open(folder / name, "pt")  # reads the header
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
         require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
@@ -2875,6 +2926,25 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 # 10. COMMAND LINE -- a flag for each field of Config, checks of the config
 
 
+def is_within(value, limits) -> bool:
+    """Whether a number is in a range of RANGES, or a tuple in those of its entries."""
+    if isinstance(limits, list):
+        return isinstance(value, tuple) and all(is_within(entry, limits[0]) for entry in value)
+    if isinstance(limits[0], tuple):  # a tuple of so many entries, or none
+        return isinstance(value, tuple) and len(value) in (0, len(limits)) and all(map(is_within, value, limits))
+    least, most = limits
+    kinds = (int,) if isinstance(least, int) else (int, float)
+    return type(value) in kinds and least <= value <= most
+
+
+def check_ranges(config: Config) -> None:
+    """Raises UserError if a number is not in its range."""
+    for names, limits in RANGES.items():
+        for name in names.split():
+            value = getattr(config, name)
+            require(is_within(value, limits), f"{name}={value!r} is not in its range {limits}")
+
+
 def check_model(config: Config) -> None:
     """Raises UserError if the shape of this model is impossible."""
     c = config
@@ -2882,13 +2952,12 @@ def check_model(config: Config) -> None:
     with_attention = {*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers}
     never_paired = {*c.long_layers, *c.key_offset_layers}
     for layer in (*without, *with_attention, *never_paired):
-        require(0 <= layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
+        require(layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
     require(not without & with_attention, "a layer of value_embed, paired, exclusive or gated_layers has no attention")
     require(not never_paired & {*c.paired_layers}, "a layer of paired_layers is long or has a key offset")
     if c.paired_layers:
         require(c.num_heads % 2 == 0, f"paired_layers need an even number of heads, not {c.num_heads}")
     require(c.shared_input_from not in without, "shared_input_from is a layer without attention")
-    require(c.shared_input_from >= 0, f"shared_input_from={c.shared_input_from} is no layer; 99 switches it off")
 
 
 def validate(config: Config) -> None:
@@ -2897,12 +2966,12 @@ def validate(config: Config) -> None:
     total = sum(stage.fraction for stage in c.stage_table)
     require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is none of auto, {', '.join(DTYPES)}")
     require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is none of auto, {', '.join(ATTENTION)}")
-    require(c.vocab_size <= 65536, f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536")
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
-    require(len(c.mtp_weights) > 0, "mtp_weights names no loss weight; 1.0 is that of the next token alone")
-    require(c.mtp_until > 0, f"mtp_until={c.mtp_until} is not above 0")
-    require(c.val_tokens > 0, f"val_tokens={c.val_tokens} is not above 0, so nothing would be scored")
+    require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
+    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows or more; 0 switches it off")
+    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 is that token alone")
+    require(c.momentum, "momentum needs four numbers, as 0.85,0.95,300,50")
     require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
@@ -2922,8 +2991,8 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        # A comment begins with a # behind a blank, but not in quotes; a file may begin with a BOM.
-        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff"))
+        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first, in latin-1 three letters.
+        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff\xef\xbb\xbf"))
         return shlex.split(without_note)
 
     def error(self, message: str) -> None:
@@ -2943,29 +3012,42 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
-    add("--steps", type=int, metavar="N", help="length of the run in steps, in place of --tokens")
+    add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
     notes = field_notes()
     for field_ in dataclasses.fields(Config):
         name = field_.name
         flag = f"--{name.replace('_', '-')}"
+        default = field_.default
+        options = {"type": read_int if type(default) is int else type(default), "metavar": "X"}
+        if isinstance(default, bool):
+            options = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(default, tuple):
+            options = {"type": read_list, "metavar": "X,X"}
+            default = ",".join(map(str, default))
         note = notes[name].replace("%", "%%")
-        if isinstance(field_.default, bool):
-            add(flag, action=argparse.BooleanOptionalAction, help=f"{note} [{field_.default}]")
-        elif isinstance(field_.default, tuple):
-            default = ",".join(map(str, field_.default))
-            add(flag, type=read_list, metavar="X,X", help=f"{note} [{default}]")
-        else:
-            add(flag, type=type(field_.default), metavar="X", help=f"{note} [{field_.default}]")
+        add(flag, help=f"{note} [{default}]", **options)
     return parser
 
 
 def field_notes() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
-    # Groups: a comment line above, the name of the field, a comment behind.
-    source = SOURCE.decode().replace("\r\n", "\n")
-    body = source.partition("\nclass Config:")[2].partition("\n\n")[0]
-    found = re.findall(r"(?:\n    # (\w.*))?\n    (\w+): \w+ = [^#\n]*(?:# (.*))?", body)
-    return {name: behind or above for above, name, behind in found}
+    notes = {}
+    above = ""
+    for line in SOURCE.decode().partition("class Config:")[2].splitlines():
+        code, _, note = line.partition("# ")
+        notes.setdefault(code.partition(":")[0].strip(), note or above)
+        above = note
+    return notes
+
+
+def read_int(text: str) -> int:
+    """A whole number, as 1000, 1e3 or 1k; M and B are millions and billions."""
+    digits = text.replace("k", "e3").replace("M", "e6").replace("B", "e9")
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        number = fractions.Fraction(digits)
+        if number.denominator == 1:
+            return int(number)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number like 1000, 1e6 or 5M")
 
 
 def read_list(text: str) -> tuple:
@@ -2986,13 +3068,9 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
     values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
-    try:
-        config = Config(**values) if args.steps is None else config_of_steps(args.steps, values)
-        validate(config)
-        for schedule in (lr_multiplier, muon_momentum, loss_weights):
-            schedule(config, 0)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"these values do not fit ({error}); compare them with those of Config") from None
+    require(args.steps is None or args.steps > 0, f"--steps {args.steps} is no training; use 1 or more")
+    config = config_of_steps(args.steps, values) if args.steps else Config(**values)
+    validate(config)
     return config
 
 
@@ -3008,9 +3086,10 @@ def resumed_config(args: argparse.Namespace) -> Config:
     run_dir = Path(args.run_dir)
     base = read_config(run_dir)
     for name, value in given_fields(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        same = name in FREE_ON_RESUME or value == getattr(base, name)
-        require(same, f"--resume cannot change {flag}: {run_dir} has {getattr(base, name)}; leave it out")
+        saved = getattr(base, name)
+        if name not in FREE_ON_RESUME and value != saved:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; leave it out")
     config = change_config(base, args)
     # A relative path is that of the folder where the run began.
     data = Path(read_description(run_dir)["folder"]) / config.data
@@ -3035,6 +3114,8 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack letters of a path or a sample
     try:
         result = command()
     except UserError as error:
@@ -3049,7 +3130,7 @@ def run_command(command: Callable[[], dict]) -> int:
         return 130
     except Exception as error:
         # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
-        if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left", str(error)):
+        if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left|t allocate memory", str(error)):
             way = "fix that, then continue with --resume, or start again if nothing is saved yet"
             print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
             return 1
@@ -3206,7 +3287,8 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory.
+    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory, and in one pass:
+    # torch.add(p, x, alpha=q) is p + q x.
     if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()

@@ -284,6 +284,9 @@ def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
             value.pop(name, None)
     if "sft" in value:
         value["splits"] |= sum_splits(files, "sft")
+    # The last entry is the sha256 of the JSON without it, which the training scripts compare.
+    value.pop("sha256", None)
+    value["sha256"] = hashlib.sha256(json.dumps(value, indent=1).encode()).hexdigest()
     write_json(Path(folder) / "dataset.json", value)
 
 

@@ -207,7 +207,9 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != RUN_FORMAT:
         fail(f"{path} has format {found!r}, expected {RUN_FORMAT!r}; upload the run again")
-    files = value["files"]
+    files = value.get("files")
+    if not isinstance(files, dict):
+        fail(f"{path} lists no files; upload the run again")
     names = sorted(files, key=lambda name: (name != "config.json", name))
     for name in names:
         if not RUN_FILE.fullmatch(name):
@@ -221,6 +223,9 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
             f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists "
             f"{', '.join(names)}; only complete runs of such a script can be shared"
         )
+    for name in names:
+        if not isinstance(files[name], dict) or "sha256" not in files[name]:
+            fail(f"{path} has no sha256 of {name}; upload the run again")
     return {name: files[name] for name in names}
 
 

@@ -32,7 +32,6 @@ from lib.checkpoint import (
     load_source,
     newest_checkpoint,
     open_dataset,
-    read_data,
     stage_config,
 )
 from lib.command import RunError, run_command
@@ -126,7 +125,7 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
             problem = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {problem}; omit it, or start a new run")
     config = script.resumed_config(args)
-    return make_job(script, config, read_data(script.Dataset.open, config.data), settings)
+    return make_job(script, config, script.Dataset.open(config.data), settings)
 
 
 def make_job(script: ModuleType, config, dataset, settings: dict):

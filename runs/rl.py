@@ -49,7 +49,6 @@ from lib.checkpoint import (
     describe_tool,
     load_source,
     newest_checkpoint,
-    read_data,
     stage_config,
 )
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
@@ -399,7 +398,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     """RL, as a kind of the script's pretraining; home is the run to start from or to resume."""
     checkpoint = newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
+    tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
         raise RunError(f"{home} was not finetuned, so none of its answers would be correct; start from a finetuned run")

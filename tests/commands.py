@@ -125,7 +125,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
     state = {"step": 7, "scores": {"val_bpb": 1.25}}
     script(config).write_checkpoint(folder, (model.state_dict(), {}), state)
     description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
-    (folder / "config.json").write_text(json.dumps(description))
+    (folder / "config.json").write_bytes(ts.seal(description))
     scored = {"step": 7, "val_bpb": 1.25, "tokens": 4096, "scored": {"bytes": 54321}}
     entries = [{"step": 5, "loss": 2.0}, scored, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))

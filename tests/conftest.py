@@ -78,8 +78,9 @@ def bpe(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def signal_handlers():
-    """A run that ends early in this process must not keep pytest's Ctrl-C."""
-    before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    """A run that ends early in this process must not keep pytest's Ctrl-C; nor is it under nohup, if pytest is."""
+    before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before:
         signal.signal(number, handler)

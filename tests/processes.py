@@ -34,7 +34,8 @@ def python(*argv, ranks=1, cwd=ROOT, env=None, timeout=120) -> subprocess.Comple
     The exit code is the first one that is not 0; what the processes say stands behind each other.
     """
     client = [sys.executable, "-IS", "-c", CLIENT.format(address=server()[0])]
-    options = dict(cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    options = dict(cwd=cwd, encoding="utf-8", errors="replace", **pipes)
     environments = [dict(env or os.environ) for _ in range(ranks)]
     if ranks > 1:
         port = free_port()

@@ -142,6 +142,8 @@ BAD_NAMES = ("../escaped", "/tmp/escaped", f"{STEP}/../../escaped", "escaped.py"
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m: [], "has format 'list'"),
     (lambda m: {**m, "format": "x"}, "has format 'x'"),
+    (lambda m: {"format": m["format"]}, "lists no files"),
+    (lambda m: changed(m, **{"log.jsonl": 3}), "has no sha256 of log.jsonl"),
     (lambda m: changed(m, **{"train_other.py": {}}), "must list one script"),
     (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {}}), "one checkpoint"),
     (lambda m: without(m, "config.json"), "must list one script"),

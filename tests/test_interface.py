@@ -1,7 +1,6 @@
 """What the tools in runs/ may use of a script, what makes a run, and 20 steps as they always were."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -63,6 +62,8 @@ def test_every_field_is_a_flag_with_help(module):
     assert actions["mtp_until"].help.startswith("fraction of the run over which all")
     assert actions["prefix_weight"].help.startswith("Weight of a second target: "), "a comment in the line above"
     assert actions["adam_eps"].help.endswith("(record 20) [1e-10]")
+    numbers = {f.name for f in dataclasses.fields(module.Config) if type(f.default) in (int, float, tuple)}
+    assert {name for names in module.RANGES for name in names.split()} == numbers, "each has a range"
 
 
 @SCRIPTS
@@ -70,7 +71,7 @@ def test_config_of_an_older_script_is_read(module, tmp_path):
     """Fields that this Config does not have are left out."""
     config = tiny_config() if module is ts else tiny_medium()
     values = dataclasses.asdict(config) | {"source": "", "top_k": 0, "core_items": 5}
-    (tmp_path / "config.json").write_text(json.dumps({"config": values}))
+    (tmp_path / "config.json").write_bytes(module.seal({"config": values}))
     assert module.read_config(tmp_path) == config
 
 
@@ -96,7 +97,7 @@ def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
     config = dataclasses.replace(config, attention="sdpa", dtype="float32", adam_eps=1e-4)
     module = script(config)
     state = module.build_state(config, ALONE, lambda text: None)
-    state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
+    state.model.prefix_ids[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefix_ids())
     found = train_steps(state, dataset, config.num_steps)
     assert found == pytest.approx([float(loss) for loss in losses.split()], rel=1e-5)
     assert val_bpb(state.forward, config, dataset, state.micro_packs) == pytest.approx(bpb, rel=1e-5)

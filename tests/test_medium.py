@@ -63,7 +63,7 @@ def test_sizes_and_rates_follow_the_flags(tmp_path):
     assert (wider.width, wider.mlp_width, wider.muon_lr, wider.tokens) == (1024, 4096, 0.5, 34_000_000)
     assert wider.stage_table[0].packs == 16 and wider.adam_lr == float(f"{0.0064 * tm.rate_rule(34e6, 2**17):.3g}")
     assert config_of("--steps", "7").num_steps == 7
-    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(wider)}))
+    (tmp_path / "config.json").write_bytes(tm.seal({"config": dataclasses.asdict(wider)}))
     assert tm.read_config(tmp_path) == wider
     shorter = dataclasses.replace(wider, tokens=1000)  # what is stated already is not derived again
     assert (shorter.muon_lr, shorter.adam_lr, shorter.stages) == (wider.muon_lr, wider.adam_lr, wider.stages)

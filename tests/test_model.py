@@ -162,7 +162,7 @@ def test_packed_documents_equal_one_at_a_time(config, monkeypatch):
 def test_targets_of_training():
     """Two documents and padding by hand: nothing beyond the end of a document, no prefix where there is no target."""
     model = ts.GPT(tiny_config(mtp_weights=(1.0, 0.5, 0.25)))
-    model.prefixes[5:9] = torch.tensor([1, -1, 2, 3], dtype=torch.int32)
+    model.prefix_ids[5:9] = torch.tensor([1, -1, 2, 3], dtype=torch.int32)
     targets = torch.tensor([5, 6, 7, 8, 5, -1, -1], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 0, 1, 0, 1], dtype=torch.int32)
     by_hand = [[5, 6, 7, 8, 5, -1, -1], [6, 7, -1, 5, -1, -1, -1], [7, -1, -1, -1, -1, -1, -1],
@@ -227,7 +227,7 @@ def test_prefix_loss(config):
     """In training the prefix of each target is a second one, with a weight; an ignored target has none."""
     config = dataclasses.replace(config, mtp_weights=(1.0,))
     model, documents = random_model(config), random_documents((30, 20))
-    model.prefixes[:300] = torch.arange(300) // 2 - 1  # -1 for tokens 0 and 1
+    model.prefix_ids[:300] = torch.arange(300) // 2 - 1  # -1 for tokens 0 and 1
     tokens, targets, *rest = pack(documents)
     targets[3], targets[7], targets[8] = -1, 0, 1
     log_p = logits(model, *(d[:-1] for d in documents)).double().log_softmax(-1)

@@ -205,21 +205,32 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     assert len(lines) == 1 and lines[0].startswith("skipped step_000006: ") and "step_000006" in lines[0][20:]
 
 
-def test_no_bit_of_state_json_may_change(state, tmp_path):
+@pytest.mark.parametrize("name", ("state.json", "config.json"))
+def test_no_bit_may_change(run_dir, name):
     """Every eleventh single-bit flip, and cuts at every fifth byte: none is read, whether it is still JSON or not."""
-    save(state, tmp_path, 1, val_bpb=1.5)
-    folder = tmp_path / "checkpoints/step_000001"
-    content = (folder / "state.json").read_bytes()
-    assert ts.read_state(folder)["scores"] == {"val_bpb": 1.5}
-    changed = [content[:length] for length in range(0, len(content), 5)]
+    (path,) = run_dir.glob(f"**/step_000006/{name}") if name == "state.json" else [run_dir / name]
+    read = (lambda: ts.check_checkpoint(path.parent, ())) if name == "state.json" else (lambda: ts.read_config(run_dir))
+    content = path.read_bytes()
+    read()
+    changed = [content[:length] for length in range(0, len(content), 5)] + [b"[]", b"3", b'"sha256"', b"{}"]
     for place in range(0, 8 * len(content), 11):
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         changed.append(bytes(flipped))
     for found in changed:
-        (folder / "state.json").write_bytes(found)
+        path.write_bytes(found)
         with pytest.raises(ts.UserError, match="is damaged"):
-            ts.check_checkpoint(folder, ())
+            read()
+
+
+def test_a_broken_header_with_the_right_hash(run_dir):
+    """As no save leaves it; the checkpoint before it is taken."""
+    folder = run_dir / "checkpoints/step_000006"
+    (folder / "optimizer.safetensors").write_bytes(b"\xff" * 100)
+    described = ts.read_state(folder)
+    described["files"]["optimizer.safetensors"] = ts.file_sha256(folder / "optimizer.safetensors")
+    (folder / "state.json").write_bytes(ts.seal(described))
+    assert "skipped step_000006: " in passes("--resume", "--run-dir", run_dir)
 
 
 def test_a_state_json_of_another_version(run_dir):

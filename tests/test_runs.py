@@ -7,11 +7,13 @@ its own. How runs end and go on is in test_resume.py.
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,8 +136,13 @@ def test_default_run_directory(dataset_dir, tmp_path, monkeypatch):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small", made.name) and saved(made) == [1]
 
 
-def test_a_run_directory_gives_its_model_back(finished, dataset):
-    """The script inside the run directory, imported from there: the weights' bits per byte are the run's."""
+def test_a_run_directory_gives_its_model_back(finished, dataset, monkeypatch):
+    """The script inside the run directory, imported from there: the weights' bits per byte are the run's.
+
+    No tool waits for other processes, whatever the environment says.
+    """
+    for name in ts.TORCHRUN:
+        monkeypatch.setenv(name, "2")
     run = engine.load_run(finished, device="cpu")
     script = run.script
     assert script is not ts and script.__file__ == str(finished / "train_small.py")
@@ -261,7 +268,7 @@ def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkey
     def watched_step(state, batch):
         loss, model = train_step(state, batch), state.model
         seen.append([*taken, *model.loss_weights.tolist()])
-        assert model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]
+        assert model.prefix_ids.tolist() == [*dataset.tokenizer.prefix_ids(), *[-1] * 20]
         return loss
 
     monkeypatch.setattr(ts.Optimizer, "step", watched_update)
@@ -339,24 +346,26 @@ def test_flags_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("script", (ts, tm))
-@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6, 9627397))
+@pytest.mark.parametrize("steps", (1, 7, 1000, 6144, 10**6, 9627397))
 def test_steps_and_tokens_give_the_same_run(script, steps):
-    """--steps N is --tokens of the same length: batch and rates are those of that length. A run has a step at least."""
+    """--steps N is --tokens of the same length: batch and rates are those of that length."""
 
     def config(*argv):
         return script.make_config(script.build_parser().parse_args([str(a) for a in argv]))
 
     by_steps = config("--steps", steps)
-    assert by_steps.num_steps == max(steps, 1) and by_steps == config("--tokens", by_steps.tokens)
+    assert by_steps.num_steps == steps and by_steps == config("--tokens", by_steps.tokens)
 
 
 def test_values_of_flags():
     """Numbers, switches, lists, and lists of lists; an empty list needs a =."""
     parse = ts.build_parser().parse_args
-    given = parse(["--muon-lr", "1", "--no-fp8", "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
+    given = parse(["--muon-lr", "1", "--tokens", "5M", "--val-tokens", "1e6", "--seed", str(2**53 + 1), "--no-fp8",
+                   "--fp8-head", "--long-layers=", "--value-embed-layers", "3",
                    "--softcap", "30,0.5,7.5", "--stages", "(0.5,8,1.0),(0.5,16,1.4)", "--wandb", "a b"])  # fmt: skip
     assert ts.given_fields(given) == {
-        "muon_lr": 1.0, "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
+        "muon_lr": 1.0, "tokens": 5_000_000, "val_tokens": 1_000_000, "seed": 2**53 + 1,
+        "fp8": False, "fp8_head": True, "long_layers": (), "value_embed_layers": (3,),
         "softcap": (30, 0.5, 7.5), "stages": ((0.5, 8, 1.0), (0.5, 16, 1.4)), "wandb": "a b",
     }  # fmt: skip
     assert ts.given_fields(parse([])) == {}
@@ -368,22 +377,22 @@ def test_values_of_flags():
     (["--batch-size", "8"], ["unknown flag --batch-size; did you mean --stages"]),
     (["runs/tiny.args"], ["unknown flag runs/tiny.args"]),
     (["@nothing.args"], ["nothing.args"]),
-    (["--steps", "many"], ["--steps", "invalid int value: 'many'"]),
+    (["--steps", "many"], ["--steps: 'many' is no whole number like 1000, 1e6 or 5M"]),
+    (["--tokens", "1.5"], ["--tokens: '1.5' is no whole number"]),
+    (["--steps", "0"], ["--steps 0 is no training; use 1 or more"]),
     (["--long-layers", "a"], ["--long-layers: 'a' is no list like 3,10"]),
     (["--width", "100"], ["width=100", "head_dim=128"]),
     (["--width", "30", "--head-dim", "30"], ["head_dim=30 is not a multiple of 4"]),
-    (["--vocab-size", "70000"], ["70,000", "65,536"]),
+    (["--vocab-size", "70000"], ["vocab_size=70000 is not in its range (1, 65536)"]),
     (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
     (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
     (["--shared-input-from", "4"], ["shared_input_from is a layer"]),
-    (["--dtype", "bf16"], ["--dtype bf16 is none of auto, bfloat16, float16, float32"]),
+    (["--dtype", "int8"], ["--dtype int8 is none of auto, bfloat16, float16, float32"]),
     (["--max-seq-len", "16384"], ["max_seq_len=16384 is above pack_tokens=8192"]),
     (["--stages", "(0.5, 16, 1.0)"], ["0.5000, not 1"]),
-    (["--stages", "1,2"], ["these values do not fit"]),
-    (["--pack-tokens", "0"], ["max_seq_len=2048 is above pack_tokens=0"]),
-    (["--val-tokens", "0"], ["val_tokens=0 is not above 0"]),
-    (["--mtp-weights="], ["mtp_weights names no loss weight"]),
-    (["--shared-input-from", "-1"], ["shared_input_from=-1 is no layer; 99"]),
+    (["--stages", "1,2"], ["stages=(1, 2) is not in its range"]),
+    (["--mtp-weights="], ["mtp_weights needs a weight of the next token"]),
+    (["--bigram-rows", "1"], ["two rows or more"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
     (["--resume"], ["is no run directory"]),
@@ -392,6 +401,27 @@ def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
     assert [word for word in words if word not in err] == [], err
+
+
+NONSENSE = """
+    num-layers=0 width=-64 width=1e12 head-dim=0 mlp-width=-1 vocab-size=0 max-seq-len=0 window-short=-8 window-long=0
+    no-attention-layers=-1 long-layers=1.5 long-layers=(1,2) long-layers=1,-1 value-embed-layers=True bigram-rows=-500
+    trigram-ratio=nan mudd-width=-1 gate-width=0 gate-width=999 attention-scale=0 rotary-base=inf softcap=1,2
+    softcap=23,5,0 softcap=a,b,c mtp-weights=0 mtp-weights=1,nan mtp-until=7 prefix-weight=-1 init-qkv=nan init-o=-2
+    init-up=inf pack-tokens=0 max-docs-per-pack=0 tokens=-5 max-epochs=0 val-tokens=0 stages=(1.0,0,1.0)
+    stages=(1.0,2.5,1.0) stages=(nan,2,1.0) stages=(1.0,2) stages=(-1,2,1),(2,2,1) min-packs=0 muon-lr=-1 adam-lr=nan
+    muon-beta2=2 adam-eps=0 momentum=2,0.9,3,3 momentum=0.85 momentum=0.8,0.9,-3,3 cooldown=-1 cooldown=2 lr-floor=nan
+    average=1.5 seed=-1 eval-every=-1 save-every=-2 log-every=0 keep-checkpoints=0 micro-batch-tokens=-128
+""".split()
+
+
+@pytest.mark.parametrize("flag", NONSENSE)
+def test_numbers_out_of_range(dataset_dir, tmp_path, flag):
+    """Refused by the name of the field, before anything is made."""
+    err = refused(*flags(dataset_dir, tmp_path / "run"), *(["--steps=1"] if "tokens=" in flag else []), f"--{flag}")
+    name = flag.partition("=")[0]
+    assert name in err or name.replace("-", "_") in err, err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
@@ -433,6 +463,33 @@ def test_a_user_without_a_name_and_a_reader_that_leaves(dataset_dir, tmp_path):
     assert not (tmp_path / "out").exists(), "as nothing was compiled"
 
 
+def test_a_console_that_lacks_letters(dataset_dir, tmp_path, monkeypatch):
+    """It shows a ? in their place."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(ts, "report", lambda run, result: run.log.say("a sample: 名"))
+    assert ts.main(flags(dataset_dir, tmp_path / "run", steps=1)) == 0
+    assert b"a sample: ?\n" in console.buffer.getvalue()
+
+
+@pytest.mark.parametrize("left", ("RANK", "WORLD_SIZE", "RANK WORLD_SIZE MASTER_ADDR"))
+@pytest.mark.parametrize("value", ("", "2"))
+def test_left_over_variables_of_torchrun(dataset_dir, tmp_path, monkeypatch, left, value):
+    """A run takes all of them or none, and says so: it trains alone, and its result comes last."""
+    for name in left.split():
+        monkeypatch.setenv(name, value)
+    out = passes(*flags(dataset_dir, tmp_path / "run", steps=1))
+    assert json.loads(out.splitlines()[-1])["steps"] == 1
+    note = f"note: {left.replace(' ', ', ')} ignored, as torchrun would set RANK, "
+    assert out.startswith(note) if value else "note: " not in out
+
+
+def test_an_old_python():
+    """One sentence, where the packages that a newer one has would be missing."""
+    done = python("-c", "import sys; sys.version_info = (3, 10); import train_small")
+    assert done.returncode == 1 and done.stderr.startswith("error: this requires Python 3.11 or newer"), done.stderr
+
+
 # ---- bad data: one sentence, exit code 1, nothing lost
 
 
@@ -443,7 +500,11 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
     "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of its shards"]),
     "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "data/pretrain.py"]),
-    "gone": ("dataset.json", None, False, ["no dataset at", "`python data/pretrain.py --source climbmix"]),
+    "half": ("dataset.json", lambda b: b[: len(b) // 2], False, ["dataset.json is damaged (JSONDecodeError("]),
+    "a count": ("dataset.json", lambda b: b.replace(b'"tokens": 1', b'"tokens": 3'), False, ["it was changed"]),
+    "no object": ("dataset.json", lambda b: b"[]", False, ["dataset.json is damaged (TypeError("]),
+    "no ranks": ("tokenizer.json", lambda b: b.replace(b'"ranks"', b'"r"'), True, ["is damaged (KeyError('ranks'))"]),
+    "gone": ("dataset.json", None, False, ["no dataset at", "(good)", "`python data/pretrain.py --source climbmix"]),
 }  # fmt: skip
 
 
@@ -451,6 +512,7 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
 def test_bad_dataset(dataset_dir, tmp_path, what):
     """What was wrong with which file, before anything is trained; the dataset stays as it was."""
     root = shutil.copytree(dataset_dir, tmp_path / "bad")
+    shutil.copytree(dataset_dir, tmp_path / "good")
     name, change, listed, words = BAD[what]
     content = (root / name).read_bytes()
     (root / name).unlink()

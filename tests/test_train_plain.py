@@ -33,7 +33,7 @@ def plain_config(config: ts.Config) -> plain.Config:
 def small_state(dataset) -> ts.TrainState:
     config = tiny_config(attention="sdpa", dtype="float32", val_tokens=10**6, mudd_width=256)
     state = ts.build_state(config, ALONE, say=lambda text: None)
-    state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
+    state.model.prefix_ids[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefix_ids())
     return state
 
 

@@ -201,6 +201,7 @@ def write_dataset(root: Path, words=((0, 1, 300, 12, 2, 90, 0, 45), (700, 3, 3, 
 def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
     """Writes into dataset.json what lies in the directory, as if it had been made so. Counts of text stay if known."""
     info = json.loads((root / "dataset.json").read_text())
+    info.pop("sha256", None)
     before, files = info.get("files", {}), {}
     for path in sorted([root / "tokenizer.json", *root.glob("*/*.bin")]):
         name = path.relative_to(root).as_posix()
@@ -214,4 +215,4 @@ def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
     lines = "".join(f"{name} {files[name]['sha256']}\n" for name in pretrain)
     info |= {"files": files, "tokenizer_sha256": files["tokenizer.json"]["sha256"]}
     info["fingerprint"] = hashlib.sha256(lines.encode()).hexdigest()
-    (root / "dataset.json").write_text(json.dumps(info))
+    (root / "dataset.json").write_bytes(ts.seal(info))

@@ -31,7 +31,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from lib.checkpoint import describe_tool, load_source, newest_checkpoint, read_data
+from lib.checkpoint import describe_tool, load_source, newest_checkpoint
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
@@ -359,7 +359,7 @@ def finetune(args: argparse.Namespace) -> dict:
         same = settings.model_dump(include=SAME)
         config = dataclasses.replace(base, **same, cooldown=1.0, lr_floor=0.0)
         home = settings.run
-    tokenizer = read_data(script.Tokenizer, home / "tokenizer.json")
+    tokenizer = script.Tokenizer(home / "tokenizer.json")
     return script.train(ContrastiveFinetuning(config, settings, tokenizer), args)
 
 
@@ -425,7 +425,7 @@ def score(args: argparse.Namespace) -> dict:
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(settings.val_pairs, settings.negatives)
-    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), encoder.max_text_len(description))
+    data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), encoder.max_text_len(description))
     counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from encoder_config import Config
-from lib.checkpoint import describe_tool, read_data
+from lib.checkpoint import describe_tool
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 
 SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
@@ -105,7 +105,7 @@ def pretrain(args: argparse.Namespace) -> dict:
     if config.max_seq_len > config.pack_tokens:
         problem = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
         raise RunError(f"{problem}, but a document must fit into a pack; change one of them")
-    return script.train(MaskedPretraining(config, read_data(script.Dataset.open, config.data)), args)
+    return script.train(MaskedPretraining(config, script.Dataset.open(config.data)), args)
 
 
 class MaskedPretraining(script.Pretraining):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lib.checkpoint import newest_checkpoint, read_data
+from lib.checkpoint import newest_checkpoint
 from lib.command import RunError, first_line
 from safetensors.torch import load_file
 
@@ -67,14 +68,13 @@ def load_run(run_dir: str | Path, step: int | None = None, device: str | None = 
     checkpoint = choose_checkpoint(script, run_dir, step)
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
-    ranks = script.start_ranks()
-    device = choose_device(device) if device else ranks.device
+    device = choose_device(device)
     try:
         model = load_model(script, config, checkpoint, device)
     except RuntimeError as error:  # torch's, if memory runs out or the weights do not fit config.json
         raise RunError(f"{run_dir} cannot be loaded ({first_line(error)})") from None
     model.attention = script.choose_attention(model, lambda text: None)
-    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
+    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return Run(script, model, tokenizer, config, int(checkpoint.name[5:]))
 
 
@@ -102,8 +102,13 @@ def load_model(script: ModuleType, config, checkpoint: Path, device: torch.devic
     return model.eval()
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a name. Raises: RunError if this machine or this PyTorch lacks it"""
+def choose_device(name: str | None) -> torch.device:
+    """The device of a name, or the best there is. Raises: RunError if this machine or this PyTorch lacks it"""
+    if name is None and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.set_num_threads(1)  # spinning OpenMP threads slow down other runs on the host
+        name = "cuda"
+    name = name or ("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -36,18 +35,9 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_docs: in
     return packs
 
 
-def read_data(read: Callable, path: str | Path):
-    """What the training script's Dataset.open or Tokenizer reads. Raises: RunError if a file is damaged"""
-    try:
-        return read(path)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        advice = "make its .json files again; python data/check.py says what is wrong with a dataset"
-        raise RunError(f"{path} is damaged ({error!r:.200}); {advice}") from None
-
-
 def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
-    """The script's Dataset at a path, for a run. Raises: RunError if it is damaged or has another tokenizer"""
-    dataset = read_data(script.Dataset.open, path)
+    """The script's Dataset at a path, for a run. Raises: RunError if it has another tokenizer"""
+    dataset = script.Dataset.open(path)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         advice = f"pass the --data of that run, or make one with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
         raise RunError(f"{dataset.root} has another tokenizer than {run_dir}; {advice}")

@@ -54,6 +54,13 @@ def run_command(work: Callable[[], dict | None]) -> int:
     result = None
     message = ""
     code = 0
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack letters of an answer
+    # All of torchrun's variables or none: some may be left over, or come from another launcher.
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(os.environ.get(name) for name in names):
+        for name in names:
+            os.environ.pop(name, None)
     try:
         result = work()
     except KeyboardInterrupt:
