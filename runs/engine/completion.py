@@ -33,6 +33,7 @@ class Completion:
     min_p: float = 0.0  # drops ids that have less than this fraction of the largest probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
+    repetition_penalty: float = 1.0  # divides the logit of an id in prompt or answer; multiplies it, if negative
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the logprob of each new id and of this many top tokens
     prompt_logprobs: bool = False  # with logprobs: also those of the prompt's ids
@@ -59,7 +60,8 @@ class Completion:
 
     def has_processors(self) -> bool:
         """Whether its logits are changed before they are sampled from."""
-        return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.min_p or penalties or self.logit_bias)
 
     def is_greedy(self) -> bool:
         """Whether its ids are the argmax of the model's own logits."""
@@ -98,8 +100,9 @@ class Completion:
         elif sampled == INVALID_TOKEN:
             raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
         elif sampled == tokenizer.bos_id or sampled in self.stop:
-            # A grammar beyond its limits allows only the end, in the middle of an answer.
-            self.reason = "length" if self.mask and self.mask.is_error() else "stop"
+            # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
+            is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))
+            self.reason = "stop" if is_whole else "length"
             self.stop_token = sampled
             return None
         else:
