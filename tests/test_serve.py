@@ -528,7 +528,7 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
             running.chat(model="chat", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
         assert client.chat.completions.create(model="chat", messages=HELLO, max_tokens=1).choices
-        for path, status in (("/", 401), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
+        for path, status in (("/", 404), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
             assert httpx2.get(running.url + path).status_code == status
         for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
             assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
