@@ -327,6 +327,7 @@ def base_url(host: str, port: int) -> str:
 
 def main() -> int:
     args = parse()
+    sys.stdout.reconfigure(errors="replace")  # "?" where the terminal cannot show a name
     try:
         if args.api_key == "":
             raise RunError("--api-key is empty; name a key, or leave it out")
