@@ -94,21 +94,22 @@ class Completion:
         Returns: the id that was added; None if a stop token was sampled
         Raises:  RunError if the sampled id is INVALID_TOKEN
         """
-        is_forced = bool(self.tool_output)
-        if is_forced:
-            token = self.tool_output.pop(0)
-        elif sampled == INVALID_TOKEN:
+        if self.tool_output:
+            return self.add(self.tool_output.pop(0), is_forced=True)
+        if sampled == INVALID_TOKEN:
             raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
-        elif sampled == tokenizer.bos_id or sampled in self.stop:
+        if sampled == tokenizer.bos_id or sampled in self.stop:
             # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
             is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))
             self.reason = "stop" if is_whole else "length"
             self.stop_token = sampled
             return None
-        else:
-            token = sampled
-            if self.tools and tool_ids:
-                self.follow_tool_call(token, tokenizer, tool_ids)
+        if self.tools and tool_ids:
+            self.follow_tool_call(sampled, tokenizer, tool_ids)
+        return self.add(sampled, is_forced=False)
+
+    def add(self, token: int, is_forced: bool) -> int:
+        """Adds an id, which may be the last one that fits, and returns it."""
         self.tokens.append(token)
         self.forced.append(is_forced)
         if len(self.tokens) == self.max_tokens:

@@ -34,6 +34,7 @@ ANY_OBJECT = {"type": "object"}
 NUMBER_BYTES = b"+-.0123456789eE"
 MIN_CHARS = 64  # for a string with a pattern or format, which all formats have room in
 MAX_DIGITS = 16  # of a number; an id that holds three more makes 18, which fit into 64 bits
+MAX_ENDING = 32  # ids of an answer that are left when its arrays and objects end
 # Keywords that hold schemas. Parts of allOf, if and not stay as they are, as others depend on them.
 SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -52,14 +53,15 @@ class Mask:
     def __init__(self, matcher: LLMatcher, vocabulary: llguidance.LLTokenizer, validator, num_strings: int):
         self.matcher = matcher
         self.vocabulary = vocabulary
+        self.ending_ids = ending_ids(vocabulary)
         self.validator = validator  # of jsonschema
         self.num_strings = num_strings  # in the schema, which share the ids of an answer
         self.num_read = 0  # ids that the matcher has consumed
-        # The value that the answer is in the middle of: where a string begins (None: it is none), whether the next
-        # byte is escaped, and the length of a number.
-        self.string_start: int | None = None
-        self.is_escaped = False
-        self.num_digits = 0
+        # The value that the answer is in the middle of.
+        self.string_start: int | None = None  # where a string begins; None: it is none
+        self.is_escaped = False  # the next byte of the string
+        self.num_digits = 0  # of a number
+        self.depth = 0  # arrays and objects around it
 
     @staticmethod
     def from_schema(schema: dict, vocabulary: llguidance.LLTokenizer, num_left: int = 10_000) -> "Mask":
@@ -96,8 +98,8 @@ class Mask:
     def __call__(self, tokens: list[int], num_left: int) -> np.ndarray:
         """Which ids may come next, uint8 (V,), 0 if one may not.
 
-        A string ends, if it can, once it is longer than its share of what is left of the answer, and a number after
-        MAX_DIGITS.
+        A value ends as soon as it can: a string once it is longer than its share of what is left of the answer, a
+        number after MAX_DIGITS, arrays and objects when little is left.
 
         Args: tokens: the answer so far; num_left: how many more it may have
         """
@@ -107,14 +109,16 @@ class Mask:
         self.num_read = len(tokens)
 
         allowed = np.frombuffer(bytearray(self.matcher.compute_logit_bias()), np.uint8)
-        ends_string, ends_number = ending_ids(self.vocabulary)
-        ending = np.zeros(0)
-        if self.num_digits >= MAX_DIGITS:
-            ending = allowed * ends_number
-        elif self.string_start is not None and not self.is_escaped:
+        end = ""
+        if self.string_start is not None:
             length = len(tokens) - self.string_start
-            if length > num_left // self.num_strings:
-                ending = allowed * ends_string
+            if length > num_left // self.num_strings and not self.is_escaped:
+                end = "string"
+        elif self.num_digits >= MAX_DIGITS:
+            end = "number"
+        elif num_left < min(MAX_ENDING, (len(tokens) + num_left) // 4) + 2 * self.depth:
+            end = "bracket"
+        ending = allowed * self.ending_ids[end] if end else allowed
         return ending if ending.any() else allowed
 
     def read(self, text: bytes, index: int) -> None:
@@ -126,6 +130,8 @@ class Mask:
                 self.string_start = index if self.string_start is None else None
             elif self.string_start is not None:
                 self.is_escaped = byte == ord("\\")
+            else:
+                self.depth += (byte in b"[{") - (byte in b"]}")
             is_digit = self.string_start is None and byte in NUMBER_BYTES
             self.num_digits = self.num_digits + 1 if is_digit else 0
 
@@ -139,12 +145,14 @@ class Mask:
 
 
 @functools.lru_cache(2)
-def ending_ids(vocabulary: llguidance.LLTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each id may end a string, and a number: by its first byte, 1 or 0, uint8 (V,)."""
-    first = [vocabulary.decode_bytes([id])[:1] for id in range(vocabulary.vocab_size)]
-    ends_string = np.array([byte == b'"' for byte in first], np.uint8)
-    ends_number = np.array([byte not in NUMBER_BYTES for byte in first], np.uint8)
-    return ends_string, ends_number
+def ending_ids(vocabulary: llguidance.LLTokenizer) -> dict[str, np.ndarray]:
+    """Which ids end a string, a number, an array or object, and begin nothing that is new: 1 or 0, uint8 (V,)."""
+    texts = [vocabulary.decode_bytes([id]) for id in range(vocabulary.vocab_size)]  # special ids have none
+    return {
+        "string": np.array([text[:1] == b'"' and not text[1:].strip(b"]}") for text in texts], np.uint8),
+        "number": np.array([not text or text[0] not in NUMBER_BYTES for text in texts], np.uint8),
+        "bracket": np.array([bool(text) and not text.strip(b"]}") for text in texts], np.uint8),
+    }
 
 
 @functools.lru_cache(256)
