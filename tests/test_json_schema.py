@@ -4,7 +4,6 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Literal
 
 import engine
@@ -32,6 +31,8 @@ SCHEMAS = [
      "minItems": 1, "maxItems": 2}]},
     {"$defs": {"d": {"enum": [1, 2]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/d"},
      "b": {"$ref": "#/$defs/d"}}, "required": ["b"], "additionalProperties": False},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": "number", "minimum": -2.25, "exclusiveMaximum": -2},
 ]  # fmt: skip
 
 
@@ -73,10 +74,14 @@ HOSTILE = [
     ({"type": "integer", "multipleOf": 999983}, "too much time or memory"),
     (chain(3000), "bytes; at most 65,536 work"), ({"enum": [str(i) for i in range(100_000)]}, "at most 65,536 work"),
     ({"type": "object", "properties": {f"p{i}": {} for i in range(6000)}}, "at most 65,536 work"),
-    ({"$ref": "#"}, "no answer can follow it"),
+    ({"$ref": "#"}, "this server does not support the schema (no answer follows it)"),
     ({"type": "string", "propertyNames": {}}, 'Unimplemented keys: ["propertyNames"]'),
+    ({"type": "array", "x-guidance": {"item_separator": ";"}}, "does not support x-guidance inside of a schema"),
+    ({"properties": {"a": {"x-guidance": {}}}}, "does not support x-guidance inside of a schema"),
+    ({"$defs": {"a": {"$schema": "http://json-schema.org/draft-07/schema#"}}}, "does not support $schema inside"),
     ({"oneOf": [{"type": "string"}, {"maxLength": 5}]}, "one value may fit several options of a oneOf; use anyOf"),
-    ({"$defs": {"d": 5}, "$ref": "#/$defs/d"}, "this schema does not work here"),
+    ({"$defs": {"d": 5}, "$ref": "#/$defs/d"}, "the schema is wrong at $['$defs'].d (5 is not of type"),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "$defs": 5}, "a keyword of the schema has a value of a"),
 ]  # fmt: skip
 # These look hostile and are not: their answers are computed in steps that are quick.
 HARMLESS = [
@@ -105,9 +110,9 @@ def test_hostile_schemas(chat_server):
 @pytest.mark.parametrize("code", ["x = bytearray(2**31)", "import os; os.kill(os.getpid(), 11)", "while True: pass"])
 def test_the_compiler_is_a_process_with_limits(monkeypatch, tmp_path, code):
     """Memory, a broken stack and time end it, and nothing else."""
-    source = Path(json_schema.__file__).read_text(encoding="utf-8")
-    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin.read()", code))
-    monkeypatch.setattr(json_schema, "__file__", str(tmp_path / "compiler.py"))
+    source = json_schema.COMPILER.read_text(encoding="utf-8")
+    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin", f"{code}  # "))
+    monkeypatch.setattr(json_schema, "COMPILER", tmp_path / "compiler.py")
     assert json_schema.check_grammar(code) == "it takes too much time or memory; make it simpler"
 
 
@@ -116,9 +121,9 @@ def test_one_limit_that_cannot_be_set(monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nulimit -s 512\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    source = Path(json_schema.__file__).read_text(encoding="utf-8")
-    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin.read()", "x = bytearray(2**31)"))
-    monkeypatch.setattr(json_schema, "__file__", str(tmp_path / "compiler.py"))
+    source = json_schema.COMPILER.read_text(encoding="utf-8")
+    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin", "x = bytearray(2**31)  # "))
+    monkeypatch.setattr(json_schema, "COMPILER", tmp_path / "compiler.py")
     monkeypatch.setattr(sys, "executable", str(python))
     assert json_schema.check_grammar("small stack") == "it takes too much time or memory; make it simpler"
 
@@ -134,12 +139,65 @@ def test_answers_end(chat_server):
     assert len(texts) >= 19
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
-        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii="\\u" in text) or "\\" in text
-    (choice,) = ask(chat_server, {"type": "integer"}, logit_bias={str(i): 50 for i in range(48, 58)}).json()["choices"]
-    assert choice["finish_reason"] == "stop" and len(choice["message"]["content"]) <= 20
+        compact = json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+        assert text.replace(":-0,", ":0,") == compact or "\\" in text
+    pieces = chat_server.server.tokenizer.bytes
+    digits = {str(i): 50 for i, piece in enumerate(pieces) if piece.isdigit()}
+    letters = {str(i): 50 for i, piece in enumerate(pieces) if piece.isalpha()}
+    commas = {str(i): 50 for i, piece in enumerate(pieces) if b"," in piece}
+    for schema, bias in [
+        ({"type": "integer"}, digits), ({"anyOf": [{"type": "number"}, {"type": "null"}]}, digits),
+        ({"type": "array", "items": {}, "minItems": 3, "maxItems": 3}, digits), ({"type": "string"}, letters),
+        ({"type": "string", "format": "email"}, letters), ({"type": "array", "items": {}}, commas),
+        ({"type": "object", "additionalProperties": {"type": "null"}}, commas),
+        ({"type": "string", "pattern": "^a.*z"}, letters),
+    ]:  # fmt: skip
+        (choice,) = ask(chat_server, schema, logit_bias=dict(list(bias.items())[:300])).json()["choices"]
+        assert choice["finish_reason"] == "stop", choice
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
     same = {"type": "json_object", "schema": {"enum": ["one"]}}
     answer = chat_server.post({"messages": HELLO, "response_format": same}).json()
     assert answer["choices"][0]["message"]["content"] == '"one"'
+
+
+OPEN = {"$defs": {"d": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}}}
+
+
+@pytest.mark.parametrize("schema", [
+    {**OPEN, "$ref": "#/$defs/d", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+    {**OPEN, "anyOf": [{"$ref": "#/$defs/d"}], "type": "object", "required": ["y"]},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b", "a"]},
+    {"type": "object", "properties": {}, "minProperties": 1},
+])  # fmt: skip
+def test_properties_named_elsewhere(chat_server, schema):
+    """Those that a reference, an option, `required` or `minProperties` asks for can come."""
+    choices = ask(chat_server, schema, n=20, max_tokens=400).json()["choices"]
+    answers = [json.loads(one["message"]["content"]) for one in choices if one["finish_reason"] == "stop"]
+    assert len(answers) > 10
+    for answer in answers:
+        jsonschema.validate(answer, schema)
+
+
+def test_an_answer_is_checked_at_its_end(chat_server, monkeypatch):
+    """What breaks its schema does not end with "stop"; the check has a limit, and no pattern can make it hang."""
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "minimum": 0, "maximum": 0.5,
+              "exclusiveMinimum": True}  # fmt: skip
+    for choice in ask(chat_server, schema, n=20).json()["choices"]:
+        is_valid = float(choice["message"]["content"]) > 0
+        assert choice["finish_reason"] == ("stop" if is_valid else "length")
+    vocabulary = chat_server.server.protocol.vocabulary
+    patterns = [{"type": "string", "pattern": pattern} for pattern in ("^(a+)+$", "^a+b$")]
+    mask = json_schema.Mask.from_schema({"anyOf": patterns}, vocabulary)
+    assert mask.is_valid(json.dumps("a" * 100 + "b")) and not mask.is_valid('"a') and not mask.is_valid("1")
+    monkeypatch.setattr(json_schema, "CHECK_SECONDS", -1)
+    assert not mask.is_valid('"aab"')
+
+
+def test_schemas_beyond_ascii(monkeypatch):
+    """Whatever encoding the environment has for other programs."""
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    grammar = json_schema.LLMatcher.grammar_from_json_schema(json.dumps({"enum": ["€", "名"]}, ensure_ascii=False))
+    assert json_schema.check_grammar(grammar) == ""
 
 
 class Recorded(scheduler.Graphs):
@@ -197,8 +255,7 @@ def test_json_objects(chat_server, base_server):
     streamed = [chunk.choices[0] for chunk in chat_server.chat(model="chat", messages=HELLO, stream=True, **options)]
     assert "".join(choice.delta.content or "" for choice in streamed) == answers[0][0]
     for text, reason in answers:
-        assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
-    assert {reason for _, reason in answers} == {"stop", "length"}
+        assert reason == "stop" and isinstance(json.loads(text), dict)
 
     class Pair(pydantic.BaseModel):
         left: Literal["a", "b"]

@@ -209,7 +209,7 @@ def test_greedy_chat_equals_the_generator(chat_server):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(chat_server.chat(model="chat", messages=talk, **QUIET, **options))
     assert {c.object for c in chunks} == {"chat.completion.chunk"} and len({c.id for c in chunks}) == 1
-    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 10, "it comes in pieces"
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 4, "it comes in pieces"
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [reason]
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
@@ -451,6 +451,7 @@ def test_text_offset_behind_characters_of_several_ids(base_server):
 
 
 @pytest.mark.parametrize("shape", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.5},
+                                   {"extra_body": {"repetition_penalty": 1.3}}, {"extra_body": {"repeat_penalty": 1.3}},
                                    {"logit_bias": {str(id): 3.0 for id in range(0, 600, 2)}}])  # fmt: skip
 def test_penalties_biases_and_min_p(chat_server, shape):
     """They change the logits of their request alone; min_p of 1 leaves the most likely id alone."""
@@ -465,6 +466,8 @@ def test_penalties_biases_and_min_p(chat_server, shape):
         row = logits(chat_server.worker.model, [*prompt, *tokens])[-1, :vocab_size].clone()
         for id, bias in shape.get("logit_bias", {}).items():
             row[int(id)] += bias
+        for id in set(prompt + tokens) if "extra_body" in shape else ():
+            row[id] = row[id] / 1.3 if row[id] > 0 else row[id] * 1.3
         for id in set(tokens):
             row[id] -= shape.get("presence_penalty", 0) + shape.get("frequency_penalty", 0) * tokens.count(id)
         tokens.append(row.argmax().item())
@@ -524,7 +527,7 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
             running.chat(model="chat", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
         assert client.chat.completions.create(model="chat", messages=HELLO, max_tokens=1).choices
-        for path, status in (("/", 401), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
+        for path, status in (("/", 404), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
             assert httpx2.get(running.url + path).status_code == status
         for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
             assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
@@ -591,7 +594,8 @@ def test_stop_strings_over_http(chat_server):
     [
         ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0] (user) is empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: Parts can only be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         'messages.0.content: Parts can only be {"type": "text", "text": ...}, found'),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, found 5"),
         ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.role: Input should be 'system'"),
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
@@ -602,7 +606,8 @@ def test_stop_strings_over_http(chat_server):
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
         ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
-         "response_format: this schema does not work here (Invalid type: king)"),
+         "response_format: the schema is wrong at $.type ('king' is not valid under any of the given schemas)"),
+        ({"temprature": 0.5}, '"temprature" is no field of a request; is it temperature?'),
     ],
 )  # fmt: skip
 def test_bad_requests(chat_server, body, message):
@@ -669,7 +674,7 @@ def test_bad_bodies(chat_server):
     neutral = {"user": "me", "tools": [], "logprobs": False, "presence_penalty": 0, "n": None, "stop": None,
                "metadata": {"a": "b"}, "response_format": {"type": "text"}, "chat_template_kwargs": {"x": True},
                "cache_prompt": True, "parallel_tool_calls": False, "id_slot": -1, "repeat_penalty": 1.0,
-               "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False, "best_of": 1, "stop_token_ids": [],
+               "repetition_penalty": 1.2, "min_tokens": 0, "ignore_eos": False, "best_of": 1, "stop_token_ids": [],
                "tool_choice": "none", "guided_json": None}  # fmt: skip
     assert chat_server.post({"messages": HELLO, "max_tokens": 1, **neutral}).status_code == 200
 

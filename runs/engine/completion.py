@@ -33,6 +33,7 @@ class Completion:
     min_p: float = 0.0  # drops ids that have less than this fraction of the largest probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
+    repetition_penalty: float = 1.0  # divides the logit of an id in prompt or answer; multiplies it, if negative
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the logprob of each new id and of this many top tokens
     prompt_logprobs: bool = False  # with logprobs: also those of the prompt's ids
@@ -59,7 +60,8 @@ class Completion:
 
     def has_processors(self) -> bool:
         """Whether its logits are changed before they are sampled from."""
-        return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.min_p or penalties or self.logit_bias)
 
     def is_greedy(self) -> bool:
         """Whether its ids are the argmax of the model's own logits."""
@@ -92,20 +94,22 @@ class Completion:
         Returns: the id that was added; None if a stop token was sampled
         Raises:  RunError if the sampled id is INVALID_TOKEN
         """
-        is_forced = bool(self.tool_output)
-        if is_forced:
-            token = self.tool_output.pop(0)
-        elif sampled == INVALID_TOKEN:
+        if self.tool_output:
+            return self.add(self.tool_output.pop(0), is_forced=True)
+        if sampled == INVALID_TOKEN:
             raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
-        elif sampled == tokenizer.bos_id or sampled in self.stop:
-            # A grammar beyond its limits allows only the end, in the middle of an answer.
-            self.reason = "length" if self.mask and self.mask.is_error() else "stop"
+        if sampled == tokenizer.bos_id or sampled in self.stop:
+            # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
+            is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))
+            self.reason = "stop" if is_whole else "length"
             self.stop_token = sampled
             return None
-        else:
-            token = sampled
-            if self.tools and tool_ids:
-                self.follow_tool_call(token, tokenizer, tool_ids)
+        if self.tools and tool_ids:
+            self.follow_tool_call(sampled, tokenizer, tool_ids)
+        return self.add(sampled, is_forced=False)
+
+    def add(self, token: int, is_forced: bool) -> int:
+        """Adds an id, which may be the last one that fits, and returns it."""
         self.tokens.append(token)
         self.forced.append(is_forced)
         if len(self.tokens) == self.max_tokens:

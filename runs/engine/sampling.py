@@ -57,15 +57,19 @@ class InputBatch:
         self.seeds = self.integers[5]
         self.positions.fill_(-1)
 
-        self.numbers = torch.zeros(5, padded, device=device)[:, :num_slots]
+        self.numbers = torch.zeros(6, padded, device=device)[:, :num_slots]
         self.temperature = self.numbers[0]
         self.top_p = self.numbers[1]
         self.min_p = self.numbers[2]
         self.presence = self.numbers[3]  # penalties
         self.frequency = self.numbers[4]
+        self.repetition = self.numbers[5]
+        self.repetition.fill_(1)
 
         self.sampled = torch.zeros_like(self.tokens)  # the ids of the last step, or INVALID_TOKEN
-        # (B, V): how often each id is in the answer, what is added to its logit, and whether a mask forbids it.
+        # (B, V): whether each id is in the prompt, how often in the answer, what is added to its logit, and whether a
+        # mask forbids it.
+        self.in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
         self.counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_slots, vocab_size, device=device)
         self.forbidden = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
@@ -80,7 +84,8 @@ class InputBatch:
             integers.append((token, prev1, prev2, len(ids) - 1, c.top_k, c.seed % 2**32))
             # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
             top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
-            numbers.append((max(c.temperature, 0), top_p, c.min_p, c.presence_penalty, c.frequency_penalty))
+            penalties = (c.presence_penalty, c.frequency_penalty, c.repetition_penalty)
+            numbers.append((max(c.temperature, 0), top_p, c.min_p, *penalties))
 
         device = self.tokens.device
         slots = to_device(list(completions), device)
@@ -94,18 +99,23 @@ class InputBatch:
                     self.bias[slot, token] = bias
                 answer = torch.tensor(completion.tokens, dtype=torch.long)
                 self.counts[slot] = to_device(answer.bincount(minlength=self.counts.size(1)), device)
+                self.in_prompt[slot] = False
+                self.in_prompt[slot, to_device(completion.prompt, device)] = True
 
     def set_masks(self, completions: dict[int, Completion]) -> None:
         """Sets which ids may not come next, in the slots that have a mask."""
-        masks = {slot: c.mask(c.tokens) for slot, c in completions.items() if c.mask}
+        masks = {slot: c.mask(c.tokens, c.max_tokens - len(c.tokens)) for slot, c in completions.items() if c.mask}
         if masks:
-            allowed = torch.stack([torch.frombuffer(mask, dtype=torch.uint8) for mask in masks.values()])
+            allowed = torch.stack([torch.from_numpy(mask) for mask in masks.values()])
             device = self.forbidden.device
             self.forbidden[to_device(list(masks), device)] = to_device(allowed == 0, device)
 
     def process_logits(self, logits_BV: Tensor) -> Tensor:
-        """The logits less the penalties, plus the bias."""
+        """The logits with their penalties, plus the bias."""
         counts = self.counts.to(logits_BV.dtype)
+        repetition = self.repetition[:, None]
+        weakened = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+        logits_BV = torch.where(self.in_prompt | (counts > 0), weakened, logits_BV)
         frequency = self.frequency[:, None] * counts
         presence = self.presence[:, None] * (counts > 0)
         return logits_BV - frequency - presence + self.bias

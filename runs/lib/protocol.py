@@ -6,6 +6,7 @@ of a sequence into text, and Answers into JSON. An APIError is what a client get
 
 import asyncio
 import codecs
+import difflib
 import itertools
 import json
 import random
@@ -19,6 +20,7 @@ import engine
 import pydantic_core
 from lib import chat_format, json_schema
 from lib.chat_format import Detokenizer
+from lib.command import print_note
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -26,8 +28,12 @@ from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
 MAX_TOP_LOGPROBS = 20  # top tokens beside each token of an answer
+MAX_NOTES = 50  # about fields that are not known
+noted: set[str] = set()
 # Fields that a request has in common with engine.Completion.
-SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
+SAMPLING = {
+    "temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"
+}  # fmt: skip
 
 
 class APIError(Exception):
@@ -120,7 +126,7 @@ def join_parts(value: Any) -> Any:
     for part in value:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise PydanticCustomError("part", 'Parts can only be {{"type": "text", "text": ...}}')
+            raise PydanticCustomError("part", 'Parts can only be {"type": "text", "text": ...}')
     return "".join(part["text"] for part in value)
 
 
@@ -147,7 +153,7 @@ BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON 
 UNSUPPORTED = {
     "suffix": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (),
     "structured_outputs": (), "json_schema": (), "min_tokens": (), "ignore_eos": (), "stop_token_ids": (),
-    "repetition_penalty": (1,), "repeat_penalty": (1,), "best_of": (1,),
+    "best_of": (1,),
 }  # fmt: skip
 TOOLS = {"tools": (), "functions": (), "tool_choice": ("none", "auto"), "function_call": ("none", "auto")}
 
@@ -158,7 +164,7 @@ class Message(BaseModel, strict=True):
 
 
 class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
-    """What requests for answers have in common. Fields that are not here are ignored."""
+    """What requests for answers have in common. Fields that are not here are ignored, as check_unknown says."""
 
     model: str = ""
     temperature: float = Field(engine.Completion.temperature, ge=0, le=2)
@@ -167,6 +173,10 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    # As vLLM and transformers call it; llama.cpp has the other name.
+    repetition_penalty: float = Field(
+        1.0, ge=0.1, le=10, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     logit_bias: dict[BiasedId, Bias] = Field({}, max_length=300)
     stop: Annotated[list[StopString], Field(max_length=4), BeforeValidator(as_list)] = []
     seed: int = Field(default_factory=lambda: random.getrandbits(32), ge=-(2**63), le=2**63 - 1)
@@ -220,10 +230,24 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
             if value and value not in harmless:
                 advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
                 raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
+        check_unknown(kind, body)
         return fields
     name = ".".join(map(str, first["loc"]))
     value = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
     raise APIError(400, f"{name or 'the request'}: {first['msg']}{value}", name)
+
+
+def check_unknown(kind: type[BaseModel], body: dict) -> None:
+    """Notes fields that are ignored, each once. Raises: APIError, if one is nearly that of a known field"""
+    known = {*UNSUPPORTED, *TOOLS}
+    for name, described in kind.model_fields.items():
+        known.update(described.validation_alias.choices if described.validation_alias else [name])
+    for name in sorted(body.keys() - known)[:MAX_NOTES]:
+        for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise APIError(400, f"{shorten(name)} is no field of a request; is it {similar}?", name)
+        if name not in noted and len(noted) < MAX_NOTES:
+            noted.add(name)
+            print_note(f"note: requests have a field that is ignored: {shorten(name)}")
 
 
 def shorten(value: Any) -> str:
@@ -275,7 +299,7 @@ class Protocol:
             raise APIError(404, problem, "model", "model_not_found")
         if count > self.max_choices:
             raise APIError(400, f"the request asks for {count:,} answers; at most {self.max_choices} work", "n")
-        fields.max_tokens = min(fields.max_tokens, self.max_len) if fields.max_tokens >= 0 else self.max_len
+        max_tokens = fields.max_tokens if fields.max_tokens >= 0 else self.max_len
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
         sequences = []
@@ -286,7 +310,7 @@ class Protocol:
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
-                    max_tokens=max(fields.max_tokens, 1),
+                    max_tokens=max(max_tokens, 1),
                     stop=self.stops,
                     tools=self.chat and fields.response_format.type == "text",
                     seed=fields.seed + len(sequences) * engine.SEED_STRIDE,
@@ -295,8 +319,9 @@ class Protocol:
                     top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
+                completion.fit(self.max_len)
                 detokenizer = Detokenizer(self.tokenizer, tuple(fields.stop))
-                sequences.append(Sequence(len(sequences), completion, detokenizer, echo_only=fields.max_tokens == 0))
+                sequences.append(Sequence(len(sequences), completion, detokenizer, echo_only=max_tokens == 0))
         return Request(sequences, fields, logprobs)
 
     def set_masks(self, request: Request) -> None:
@@ -307,10 +332,10 @@ class Protocol:
         else:
             schema = response_format.given
         try:
-            mask = json_schema.Mask.from_schema(schema, self.vocabulary, max_chars=request.fields.max_tokens)
+            num_left = min(sequence.completion.max_tokens for sequence in request.sequences)
+            mask = json_schema.Mask.from_schema(schema, self.vocabulary, num_left)
         except ValueError as error:
-            problem = f"response_format: this schema does not work here ({error})"
-            raise APIError(400, problem, "response_format") from None
+            raise APIError(400, f"response_format: {error}", "response_format") from None
         for sequence in request.sequences:
             sequence.completion.mask = mask.copy()
 
