@@ -113,8 +113,7 @@ class Answer:
             self.text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
 
     def markdown(self) -> str:
-        text = self.text + CALL_END if self.in_call else self.text
-        return DOLLARS.sub(lambda match: f"${JOINER}{match[1]}{JOINER}$" if match[1] else match[0], text)
+        return self.text + CALL_END if self.in_call else self.text
 
     def note(self, num_dropped: int) -> str:
         """Length, speed, and what a reader should know about the end and the beginning."""
@@ -205,6 +204,7 @@ def chat_page(client, model: str):
             messages.insert(0, {"role": "system", "content": system})
         fields = {"model": model, "messages": messages, **sampling(*values)}
         async for text, note, error in stream_answer(client.chat.completions.create, fields):
+            text = DOLLARS.sub(lambda found: f"${JOINER}{found[1]}{JOINER}$" if found[1] else found[0], text)
             # As a message of its own, since gradio's own errors cover the conversation.
             parts = [text] if text or not error else []
             if error:
@@ -272,7 +272,7 @@ def main() -> int:
         demo = page(openai.AsyncOpenAI(**access), model.id)
         hosts = {args.host.lower(), *map(str.lower, args.allow_host)}
         guard = {"middleware": [Middleware(Guard, hosts=hosts)]}
-        head = f"{HEAD}<script>{(LIB / 'page.js').read_text()}</script>"
+        head = f"{HEAD}<script>{(LIB / 'page.js').read_text('utf-8')}</script>"
         theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         _, url, _ = demo.launch(
             server_name=args.host, server_port=args.port, app_kwargs=guard, theme=theme, head=head,
