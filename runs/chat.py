@@ -221,12 +221,10 @@ class Remote:
 
     def __init__(self, url: str, args: argparse.Namespace):
         import openai
+        from lib.openai_client import client_options
 
-        base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
         try:
-            self.client = openai.OpenAI(**options)
+            self.client = openai.OpenAI(**client_options(url), timeout=TIMEOUT)
         except Exception as error:  # of the library beneath, whose class is not openai's
             raise RunError(f"--endpoint {url} is no web address ({error}); try http://127.0.0.1:8000") from None
         self.args = args
@@ -240,20 +238,13 @@ class Remote:
     def failures(self):
         """Turns what goes wrong with the server into an error message. Raises: RunError"""
         import openai
+        from lib.openai_client import error_message, is_context_full
 
         try:
             yield
-        except openai.APIStatusError as error:
-            message = error.body["message"] if isinstance(error.body, dict) else error.response.text
-            # Some servers name it in the code, others in the message alone.
-            is_full = error.status_code == 400 and "context" in f"{error.code} {message}".lower()
-            kind = TooLong if is_full else RunError
-            raise kind(f"the server answered {error.status_code}: {printable(message)[:500]}") from None
-        except openai.APIConnectionError as error:
-            place = f"{self.client.base_url} ({error.__cause__ or error})"
-            raise RunError(f"cannot reach {place}; check the address and the server") from None
-        except openai.APIError as error:  # in the middle of a stream
-            raise RunError(f"the server stopped: {printable(error.message)[:500]}") from None
+        except openai.APIError as error:
+            kind = TooLong if is_context_full(error) else RunError
+            raise kind(printable(error_message(error))) from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
 

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
+from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -80,14 +81,6 @@ class Guard:
             elif "upload" in scope["path"]:
                 app = PlainTextResponse("this page takes no files", 403)
         await app(scope, receive, send)
-
-
-def error_message(error: Exception) -> str:
-    """What went wrong, in the server's own words where it has some."""
-    if isinstance(error, openai.APIConnectionError):
-        return f"cannot reach {error.request.url} ({error.__cause__ or error})"
-    body = getattr(error, "body", None)
-    return body["message"] if isinstance(body, dict) and body.get("message") else str(error)
 
 
 @dataclass
@@ -150,9 +143,8 @@ async def stream_answer(create, fields: dict):
             yield answer.markdown(), answer.note(num_dropped), problem
             return
         except openai.OpenAIError as error:
-            is_full = getattr(error, "code", None) == "context_length_exceeded"
             shorter = drop_oldest(fields.get("messages", []))
-            if not is_full or not shorter:
+            if not is_context_full(error) or not shorter:
                 yield answer.markdown(), "", error_message(error)
                 return
             fields = fields | {"messages": shorter}
@@ -263,13 +255,12 @@ def text_page(client, model: str):
 
 def main() -> int:
     args = parse()
-    base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
-    access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
+    options = client_options(args.url)
     try:
-        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
-        model = openai.OpenAI(**access).models.list().data[0]
+        urlsplit(args.url).port  # noqa: B018  (a ValueError if it is no number)
+        model = openai.OpenAI(**options).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
-        demo = page(openai.AsyncOpenAI(**access), model.id)
+        demo = page(openai.AsyncOpenAI(**options), model.id)
         hosts = {args.host.lower(), *map(str.lower, args.allow_host)}
         guard = {"middleware": [Middleware(Guard, hosts=hosts)]}
         head = f"{HEAD}<script>{(LIB / 'page.js').read_text('utf-8')}</script>"
@@ -280,7 +271,8 @@ def main() -> int:
             footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
-        print(f"error: {base}/models names no model ({error_message(error)}); check the address", file=sys.stderr)
+        reason = error_message(error)
+        print(f"error: {options['base_url']}/models names no model ({reason}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)

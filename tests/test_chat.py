@@ -310,6 +310,7 @@ def test_endpoint(server, monkeypatch):
     [
         ((400, "application/json", b'{"error": {"message": "too long"}}'), "answered 400: too long", 0),
         ((500, "text/html", b"<b>broken</b>"), "answered 500: <b>broken</b>", 0),
+        ((404, "application/json", b'{"detail": "Not Found"}'), "answered 404: {\"detail\"", 0),
         ((200, "text/event-stream", b"data: {nonsense\n\n"), "not the OpenAI chat protocol", 0),
         ((200, "text/event-stream", b"data: []\n\n"), "not the OpenAI chat protocol", 0),
         ((200, "text/event-stream", b'data: {"error": {"message": "no memory"}}\n\n'), "stopped: no memory", 0),

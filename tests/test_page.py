@@ -299,7 +299,7 @@ def test_a_streamed_answer_without_a_browser(chat_server, server):
     *_, (_, note, error) = ask(question, max_tokens=2)
     assert "the oldest " in note and "messages no longer fit" in note and not error
     *_, (_, _, error) = ask([{"role": "user", "content": "word " * 600}])
-    assert error.startswith("the context of this model is 512 tokens")
+    assert error.startswith("the server answered 400: the context of this model is 512 tokens")
     server.reply = events("Hel", "lo")
     assert ask([], server.url)[-1] == ("Hello", "", ""), "a server that does not count tokens"
     server.reply = events("Hel", "lo", end=False)
