@@ -461,8 +461,8 @@ def use_history() -> None:
 
 def talk(args: argparse.Namespace) -> None:
     """Answers --prompt or what is typed. Raises: RunError, SystemExit if an answer is not complete"""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
     if args.endpoint:
         backend = Remote(args.endpoint, args)
     elif folder := pretrained_folder(args.run_dir):

@@ -368,9 +368,9 @@ def test_failures_of_transformers_are_one_sentence(pretrained):
 def run(fast_python):
     """Calls runs/chat.py with arguments and the text of a pipe."""
 
-    def call(*args, text=""):
+    def call(*args, text="", encoding="utf-8"):
         done = subprocess.run([fast_python, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
-                              timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+                              timeout=60, env={**os.environ, "PYTHONIOENCODING": encoding})  # fmt: skip
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -390,6 +390,9 @@ def test_command_line(run, server, bpe, tmp_path):  # noqa: F811
     done = run(folder, "--prompt", "the", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
     assert done.returncode == 0 and "not finetuned for chat" in done.stderr and "cut after 5" in done.stderr
     assert len(done.stdout) > 1
+    server.reply = events("1 € 😀")
+    done = run("--endpoint", server.url, text="é 你好\n", encoding="ascii")
+    assert (done.returncode, done.stdout) == (0, "1 ? ?\n"), "a terminal that lacks characters"
     server.reply = events("half", end=False)
     done = run("--endpoint", server.url, text="a\n/quit\n")
     assert done.returncode == 1 and "connection ended" in done.stderr, "a question of a pipe had no whole answer"

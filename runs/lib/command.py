@@ -54,6 +54,8 @@ def run_command(work: Callable[[], dict | None]) -> int:
     result = None
     message = ""
     code = 0
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack letters of an answer
     try:
         result = work()
     except KeyboardInterrupt:
