@@ -16,6 +16,7 @@ import argparse
 import atexit
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -27,6 +28,9 @@ from lib.command import print_note as say  # stdout holds nothing but the answer
 
 HELP = """\
 /clear         forget the conversation
+/retry         ask the last question again
+/undo          forget the last question and its answer
+/temperature X sampling temperature from now on
 /system TEXT   instructions ahead of the conversation; without TEXT: none
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
@@ -52,8 +56,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help="seed of the sampling (default: a random one)")
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--trust", action="store_true", help="execute the Python files of an exported model")
     args = parser.parse_args(argv)
-    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
+    numbers = (args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0)
+    if not all(0 <= number < math.inf for number in numbers):
         parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
@@ -82,9 +88,12 @@ class OwnModel:
         self.limit = limit
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
         self.max_tokens = args.max_tokens or MAX_TOKENS
-        top_k = 50 if args.top_k is None else args.top_k
-        self.sampling = {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
+        self.args = args
         self.turns = 0
+
+    def sampling(self) -> dict:
+        top_k = 50 if self.args.top_k is None else self.args.top_k
+        return {"temperature": self.args.temperature, "top_k": top_k, "top_p": self.args.top_p}
 
     def ask(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
@@ -92,7 +101,7 @@ class OwnModel:
         min_answer = 1  # tokens that must still fit
         if len(messages) > 2:  # there are older turns to drop
             min_answer = min(self.max_tokens, self.limit // 4)
-        if len(ids) + min_answer > self.limit + 1:
+        if len(ids) + min_answer > self.limit:
             raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
 
@@ -129,7 +138,7 @@ class Local(OwnModel):
     def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
-        options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
+        options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling()}
         completion = engine.Completion(ids, self.max_tokens, **options)
         answer["ids"] = []
         detokenizer = chat_format.Detokenizer(self.tokenizer)
@@ -160,9 +169,12 @@ class Pretrained(OwnModel):
         except ImportError:
             command = "pip install -r runs/huggingface/requirements-hf.txt"
             raise RunError(f"{folder} needs transformers; {command}") from None
+        if not args.trust and list(folder.glob("*.py")):
+            raise RunError(f"{folder} holds Python files, which --trust executes; read them, then add --trust")
+        options = {"local_files_only": True, "trust_remote_code": args.trust}  # without the latter transformers asks
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
         except (OSError, ValueError) as error:
             raise RunError(f"transformers cannot load {folder} ({first_line(error)})") from None
         if not self.tokenizer.chat_template:
@@ -179,10 +191,10 @@ class Pretrained(OwnModel):
 
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
-        max_tokens = min(self.max_tokens, self.limit + 1 - len(ids))
+        max_tokens = min(self.max_tokens, self.limit - len(ids))
         settings = {"do_sample": False}
-        if self.sampling["temperature"] > 0:
-            settings = {"do_sample": True, **self.sampling}
+        if self.args.temperature > 0:
+            settings = {"do_sample": True, **self.sampling()}
         torch.manual_seed(self.seed + self.turns - 1)
         tokens = torch.tensor([ids], device=self.model.device)
         settings |= {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
@@ -209,12 +221,10 @@ class Remote:
 
     def __init__(self, url: str, args: argparse.Namespace):
         import openai
+        from lib.openai_client import client_options
 
-        base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
         try:
-            self.client = openai.OpenAI(**options)
+            self.client = openai.OpenAI(**client_options(url), timeout=TIMEOUT)
         except Exception as error:  # of the library beneath, whose class is not openai's
             raise RunError(f"--endpoint {url} is no web address ({error}); try http://127.0.0.1:8000") from None
         self.args = args
@@ -228,20 +238,13 @@ class Remote:
     def failures(self):
         """Turns what goes wrong with the server into an error message. Raises: RunError"""
         import openai
+        from lib.openai_client import error_message, is_context_full
 
         try:
             yield
-        except openai.APIStatusError as error:
-            message = error.body["message"] if isinstance(error.body, dict) else error.response.text
-            # Some servers name it in the code, others in the message alone.
-            is_full = error.status_code == 400 and "context" in f"{error.code} {message}".lower()
-            kind = TooLong if is_full else RunError
-            raise kind(f"the server answered {error.status_code}: {printable(message)[:500]}") from None
-        except openai.APIConnectionError as error:
-            place = f"{self.client.base_url} ({error.__cause__ or error})"
-            raise RunError(f"cannot reach {place}; check the address and the server") from None
-        except openai.APIError as error:  # in the middle of a stream
-            raise RunError(f"the server stopped: {printable(error.message)[:500]}") from None
+        except openai.APIError as error:
+            kind = TooLong if is_context_full(error) else RunError
+            raise kind(printable(error_message(error))) from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
 
@@ -288,6 +291,8 @@ class Chat:
         self.backend = backend
         self.system = system
         self.messages = []
+        self.unanswered = ""  # the last message, if no answer came
+        self.failed = False  # whether any message has no complete answer
 
     def history(self, messages: list[dict]) -> list[dict]:
         """Messages after the system text, if there is one."""
@@ -309,8 +314,8 @@ class Chat:
                 say(f"(the context{size} is full, oldest turns dropped: {start // 2})")
             return question
 
-    def turn(self, text: str) -> bool:
-        """Prints the answer to a message as it comes; returns whether it is complete. An empty answer is not kept."""
+    def turn(self, text: str) -> None:
+        """Prints the answer to a message as it comes. An empty answer is not kept."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None
@@ -327,13 +332,14 @@ class Chat:
         except RunError as error:
             problem = f"error: {error}"
         print(flush=True)
+        self.unanswered = ""
         if problem:
             say(problem)
+            self.failed = True
         if problem and not answer["content"]:
-            self.messages.pop()
-            return False
-        self.messages.append(answer)
-        return not problem
+            self.unanswered = self.messages.pop()["content"]
+        else:
+            self.messages.append(answer)
 
     def command(self, line: str) -> bool:
         """Runs a line that starts with a slash; False ends the chat."""
@@ -343,7 +349,17 @@ class Chat:
             return False
         if name == "/clear":
             self.messages.clear()
+            self.unanswered = ""
             say("(cleared)")
+        elif name == "/undo":
+            self.undo()
+            say("(undone)")
+        elif name == "/retry":
+            text = self.unanswered or self.undo()
+            if text:
+                self.turn(text)
+        elif name == "/temperature":
+            self.set_temperature(rest)
         elif name == "/system":
             self.system = rest
             say("(set)" if rest else "(no system text)")
@@ -354,6 +370,22 @@ class Chat:
         else:
             say(f"unknown command {name}; /help lists all")
         return True
+
+    def undo(self) -> str:
+        """Forgets the last question and its answer; returns the question, "" if there is none."""
+        question = self.messages[-2]["content"] if self.messages else ""
+        del self.messages[-2:]
+        return question
+
+    def set_temperature(self, text: str) -> None:
+        try:
+            value = float(text)
+            is_valid = 0 <= value < math.inf
+        except ValueError:
+            is_valid = False
+        if is_valid:
+            self.backend.args.temperature = value
+        say(f"(temperature {value:g})" if is_valid else "/temperature needs a number that is at least 0")
 
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
@@ -374,10 +406,9 @@ class Chat:
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")
 
-    def loop(self) -> bool:
-        """Reads lines until /quit or the end; returns whether every message was answered."""
+    def loop(self) -> None:
+        """Reads lines until /quit or the end."""
         terminal = sys.stdin.isatty()
-        all_answered = True
         if terminal:
             use_history()
             say("/help lists the commands")
@@ -387,17 +418,17 @@ class Chat:
             except EOFError:
                 if terminal:
                     print()
-                return all_answered or terminal  # whoever sits at the terminal has seen what went wrong
+                return
             except KeyboardInterrupt:
                 if not terminal:
-                    return False
+                    raise
                 say("\n(Ctrl-D or /quit ends the chat)")
                 continue
             if line.startswith("/") and not line.startswith("//"):
                 if not self.command(line.strip()):
-                    return all_answered or terminal
+                    return
             elif line.strip():
-                all_answered = self.turn(line.removeprefix("/")) and all_answered
+                self.turn(line.removeprefix("/"))
 
 
 def read_lines(prompt: str) -> str:
@@ -430,8 +461,8 @@ def use_history() -> None:
 
 def talk(args: argparse.Namespace) -> None:
     """Answers --prompt or what is typed. Raises: RunError, SystemExit if an answer is not complete"""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
     if args.endpoint:
         backend = Remote(args.endpoint, args)
     elif folder := pretrained_folder(args.run_dir):
@@ -439,7 +470,12 @@ def talk(args: argparse.Namespace) -> None:
     else:
         backend = Local(args.run_dir, args)
     chat = Chat(backend, args.system)
-    if not (chat.turn(args.prompt) if args.prompt is not None else chat.loop()):
+    if args.prompt is not None:
+        chat.turn(args.prompt)
+    else:
+        chat.loop()
+    is_seen = args.prompt is None and sys.stdin.isatty()  # by whoever sits at the terminal
+    if chat.failed and not is_seen:
         sys.exit(1)
 
 

@@ -10,7 +10,9 @@ loads nothing from other hosts.
 
 import argparse
 import contextlib
+import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
+from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -43,16 +46,23 @@ from starlette.responses import PlainTextResponse
 SHOW_SECONDS = 0.05  # between two updates of an answer
 CALL_START = "<mark>`"  # around a call of the calculator
 CALL_END = "`</mark>"
-LATEX = [  # not $, which is money more often
+JOINER = "\u2060"  # invisible; beside a $ that is no price
+LATEX = [
     {"left": "$$", "right": "$$", "display": True},
     {"left": r"\[", "right": r"\]", "display": True},
     {"left": r"\(", "right": r"\)", "display": False},
+    {"left": "$" + JOINER, "right": JOINER + "$", "display": False},
 ]
+# Code, or a formula between two $ by pandoc's rule: no space inside, no digit behind; nor is "$5 or" a formula.
+DOLLARS = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|(?<![\\$])\$(?![\s$]|\d[\d.,]*\s+[a-zA-Z]{2})([^$\n]+)(?<!\s)\$(?![\d$])",
+    re.DOTALL,
+)
 EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a short poem about a lighthouse."]
 # Otherwise an image in an answer would be fetched from any host that the answer names.
 HEAD = """<meta http-equiv="Content-Security-Policy"
     content="default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:">"""
-STYLE = Path(__file__).with_name("lib") / "page.css"
+LIB = Path(__file__).with_name("lib")
 
 
 class Guard:
@@ -73,12 +83,6 @@ class Guard:
         await app(scope, receive, send)
 
 
-def error_message(error: Exception) -> str:
-    """What went wrong, in the server's own words where it has some."""
-    body = getattr(error, "body", None)
-    return body["message"] if isinstance(body, dict) and body.get("message") else str(error)
-
-
 @dataclass
 class Answer:
     """What a stream has given so far."""
@@ -87,8 +91,10 @@ class Answer:
     reason: str = ""  # why it ended
     in_call: bool = False  # whether the text ends within a call of the calculator
     start: float = 0.0  # time of the first event
+    num_tokens: int = 0  # 0 from a server that does not say it
 
     def add(self, event) -> None:
+        self.num_tokens = event.usage.completion_tokens if event.usage else self.num_tokens
         for choice in event.choices:
             self.start = self.start or time.monotonic()
             self.reason = choice.finish_reason or self.reason
@@ -102,15 +108,17 @@ class Answer:
     def markdown(self) -> str:
         return self.text + CALL_END if self.in_call else self.text
 
-    def note(self, num_tokens: int, num_dropped: int) -> str:
+    def note(self, num_dropped: int) -> str:
         """Length, speed, and what a reader should know about the end and the beginning."""
-        seconds = max(time.monotonic() - self.start, 1e-3)
-        note = f"{num_tokens:,} tokens, {(num_tokens - 1) / seconds:,.0f} tokens/s"
+        notes = []
+        if self.num_tokens:
+            seconds = max(time.monotonic() - self.start, 1e-3)
+            notes.append(f"{self.num_tokens:,} tokens, {(self.num_tokens - 1) / seconds:,.0f} tokens/s")
         if self.reason == "length":
-            note += ", cut at the longest answer or the end of the context"
+            notes.append("cut at the longest answer or the end of the context")
         if num_dropped:
-            note += f"; the oldest {num_dropped} messages no longer fit the context"
-        return note
+            notes.append(f"the oldest {num_dropped} messages no longer fit the context")
+        return "; ".join(notes)
 
 
 async def stream_answer(create, fields: dict):
@@ -128,16 +136,15 @@ async def stream_answer(create, fields: dict):
             async with await create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
                 async for event in stream:
                     answer.add(event)
-                    if event.usage:
-                        yield answer.markdown(), answer.note(event.usage.completion_tokens, num_dropped), ""
-                    elif answer.text and time.monotonic() - last_shown > SHOW_SECONDS:
+                    if answer.text and time.monotonic() - last_shown > SHOW_SECONDS:
                         last_shown = time.monotonic()
                         yield answer.markdown(), "", ""
+            problem = "" if answer.reason else "the connection ended before the answer did"
+            yield answer.markdown(), answer.note(num_dropped), problem
             return
         except openai.OpenAIError as error:
-            is_full = getattr(error, "code", None) == "context_length_exceeded"
             shorter = drop_oldest(fields.get("messages", []))
-            if not is_full or not shorter:
+            if not is_context_full(error) or not shorter:
                 yield answer.markdown(), "", error_message(error)
                 return
             fields = fields | {"messages": shorter}
@@ -180,7 +187,7 @@ def chat_page(client, model: str):
         messages = []
         for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
             text = "".join(part["text"] for part in turn["content"])
-            text = text.replace(CALL_START, "").replace(CALL_END, "")
+            text = text.replace(CALL_START, "").replace(CALL_END, "").replace(JOINER, "")
             if not turn.get("metadata"):
                 messages.append({"role": turn["role"], "content": text})
             elif messages[-1]["role"] == "user":  # an error, and its question has no answer
@@ -189,6 +196,7 @@ def chat_page(client, model: str):
             messages.insert(0, {"role": "system", "content": system})
         fields = {"model": model, "messages": messages, **sampling(*values)}
         async for text, note, error in stream_answer(client.chat.completions.create, fields):
+            text = DOLLARS.sub(lambda found: f"${JOINER}{found[1]}{JOINER}$" if found[1] else found[0], text)
             # As a message of its own, since gradio's own errors cover the conversation.
             parts = [text] if text or not error else []
             if error:
@@ -197,7 +205,8 @@ def chat_page(client, model: str):
 
     with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
         with gr.Sidebar(position="right", open=False):
-            inputs = [gr.Textbox("", label="System text", lines=2), *settings(0)]
+            system = gr.Textbox("", label="System text", lines=2)
+            inputs = [system, *settings(0)]
         status = gr.Markdown(render=False)
         chatbot = gr.Chatbot(show_label=False, scale=1, editable="user", buttons=["copy", "copy_all"],
                              latex_delimiters=LATEX, render=False)  # fmt: skip
@@ -207,9 +216,17 @@ def chat_page(client, model: str):
             concurrency_limit=None,
         )  # fmt: skip
         status.render()
-    # Names that stay, or a page that is started again would not find the conversations.
-    chat.saved_conversations.storage_key = f"conversations of {model}"
-    chat.saved_conversations.secret = "decoderstack"
+        stored = chat.saved_conversations
+        stored.storage_key = "copy"  # gradio's own, which saveConversations removes
+        # A name for each model: a page that is started again finds its conversations.
+        key = json.dumps(f"all conversations of {model}")
+        demo.load(None, None, stored, js=f"() => loadConversations({key})")
+        stored.change(None, stored, None, js=f"(list) => saveConversations({key}, list)")
+        (show,) = (fn for fn in demo.fns.values() if fn.name == "_load_chat_history")
+        show.trigger_mode = "always_last"  # while it shows the empty list of a new page, ours comes
+        key = json.dumps(f"system text of {model}")
+        demo.load(None, None, system, js=f"() => localStorage.getItem({key}) ?? ''")
+        system.change(None, system, None, js=f"(text) => localStorage.setItem({key}, text)")
     return demo
 
 
@@ -238,23 +255,24 @@ def text_page(client, model: str):
 
 def main() -> int:
     args = parse()
-    base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
-    access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
+    options = client_options(args.url)
     try:
-        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
-        model = openai.OpenAI(**access).models.list().data[0]
+        urlsplit(args.url).port  # noqa: B018  (a ValueError if it is no number)
+        model = openai.OpenAI(**options).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
-        demo = page(openai.AsyncOpenAI(**access), model.id)
+        demo = page(openai.AsyncOpenAI(**options), model.id)
         hosts = {args.host.lower(), *map(str.lower, args.allow_host)}
         guard = {"middleware": [Middleware(Guard, hosts=hosts)]}
+        head = f"{HEAD}<script>{(LIB / 'page.js').read_text('utf-8')}</script>"
         theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         _, url, _ = demo.launch(
-            server_name=args.host, server_port=args.port, app_kwargs=guard, theme=theme, css_paths=STYLE, head=HEAD,
-            share=False, ssr_mode=False, run_history=False, enable_monitoring=False, footer_links=[], quiet=True,
-            prevent_thread_lock=True,
+            server_name=args.host, server_port=args.port, app_kwargs=guard, theme=theme, head=head,
+            css_paths=LIB / "page.css", share=False, ssr_mode=False, run_history=False, enable_monitoring=False,
+            footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
-        print(f"error: {base}/models names no model ({error_message(error)}); check the address", file=sys.stderr)
+        reason = error_message(error)
+        print(f"error: {options['base_url']}/models names no model ({reason}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)

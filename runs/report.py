@@ -25,7 +25,6 @@ def main(argv: list[str] | None = None) -> int:
     device = "device for samples: cuda, mps or cpu (default: the best there is)"
     parser.add_argument("--device", metavar="NAME", help=device)
     args = parser.parse_args(argv)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> None:
         for run_dir in args.runs:

@@ -463,6 +463,9 @@ def reinforce(args: argparse.Namespace) -> dict:
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
     given = describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
+    unknown = given.keys() - Settings.model_fields.keys()
+    if args.resume and unknown:
+        raise RunError(f"{home} has the setting {min(unknown)}, unknown here; resume it with the version that began it")
     job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job, args)
 

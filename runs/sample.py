@@ -133,7 +133,6 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
 
     def work() -> dict:
         run = engine.load_run(args.run_dir, args.step, args.device, attention=args.attention, dtype=args.dtype)

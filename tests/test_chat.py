@@ -14,6 +14,7 @@ import threading
 from argparse import Namespace
 
 import chat as chat_script
+import export
 import pytest
 import sft
 import torch
@@ -24,7 +25,7 @@ from tiny import ROOT, logits, random_model, tiny_config
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
-           "step": None, "device": "cpu", "model": None}  # fmt: skip
+           "step": None, "device": "cpu", "model": None, "trust": False}  # fmt: skip
 
 
 def say(chat, text: str) -> tuple[str, str]:
@@ -187,6 +188,38 @@ def test_commands(make, tmp_path):
     assert chat.messages == [] and chat.system == "Be kind."
 
 
+def test_retry_undo_and_temperature(server):
+    """A question is asked again without its answer, or after an error; /undo forgets both."""
+    chat = talk_to(server)
+    assert "needs a number" in say(chat, "/temperature hot")[1] and "needs a number" in say(chat, "/temperature nan")[1]
+    assert say(chat, "/retry") == ("", "")
+    for reply, text, contents in [
+        (events("1"), "a", ["a", "1"]), (events("2"), "/retry", ["a", "2"]), (events("3"), "b", ["a", "2", "b", "3"]),
+        ((500, "text/html", b"x"), "c", ["a", "2", "b", "3"]), (events("4"), "/retry", ["a", "2", "b", "3", "c", "4"]),
+        (None, "/temperature 0.5", ["a", "2", "b", "3", "c", "4"]), (events("5"), "/retry", [*"a2b3", "c", "5"]),
+        (None, "/undo", [*"a2b3"]), (None, "/undo", [*"a2"]), (None, "/undo", []), (None, "/undo", []),
+    ]:  # fmt: skip
+        server.reply = reply
+        say(chat, text)
+        assert [message["content"] for message in chat.messages] == contents, text
+    *_, body = server.seen[-1]
+    assert [one["content"] for one in body["messages"]] == [*"a2b3c"] and body["temperature"] == 0.5
+
+
+def test_an_export_is_executed_only_with_trust(bpe, tmp_path, monkeypatch, capsys):
+    """And transformers, which would ask for it, reads no line of the user."""
+    export.main([str(write_run(tmp_path / "run", bpe, True)), "--out", str(tmp_path / "model")])
+    for flag, code in (([], 1), (["--trust"], 0)):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+        monkeypatch.setattr(sys, "argv", ["chat.py", str(tmp_path / "model"), "--device", "cpu", *flag])
+        with contextlib.suppress(SystemExit):
+            assert chat_script.main() == code
+        out, err = capsys.readouterr()
+        assert "add --trust" in err if code else out.strip(), (out, err)
+        assert code or not sys.stdin.read()
+
+
 @pytest.mark.parametrize("place", ["sampler", "decode", "step"])
 def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     """Ctrl-C within a step keeps what was said; the next turn equals computing everything anew."""
@@ -277,6 +310,7 @@ def test_endpoint(server, monkeypatch):
     [
         ((400, "application/json", b'{"error": {"message": "too long"}}'), "answered 400: too long", 0),
         ((500, "text/html", b"<b>broken</b>"), "answered 500: <b>broken</b>", 0),
+        ((404, "application/json", b'{"detail": "Not Found"}'), "answered 404: {\"detail\"", 0),
         ((200, "text/event-stream", b"data: {nonsense\n\n"), "not the OpenAI chat protocol", 0),
         ((200, "text/event-stream", b"data: []\n\n"), "not the OpenAI chat protocol", 0),
         ((200, "text/event-stream", b'data: {"error": {"message": "no memory"}}\n\n'), "stopped: no memory", 0),
@@ -334,9 +368,9 @@ def test_failures_of_transformers_are_one_sentence(pretrained):
 def run(fast_python):
     """Calls runs/chat.py with arguments and the text of a pipe."""
 
-    def call(*args, text=""):
+    def call(*args, text="", encoding="utf-8"):
         done = subprocess.run([fast_python, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
-                              timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+                              timeout=60, env={**os.environ, "PYTHONIOENCODING": encoding})  # fmt: skip
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -356,6 +390,9 @@ def test_command_line(run, server, bpe, tmp_path):  # noqa: F811
     done = run(folder, "--prompt", "the", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
     assert done.returncode == 0 and "not finetuned for chat" in done.stderr and "cut after 5" in done.stderr
     assert len(done.stdout) > 1
+    server.reply = events("1 € 😀")
+    done = run("--endpoint", server.url, text="é 你好\n", encoding="ascii")
+    assert (done.returncode, done.stdout) == (0, "1 ? ?\n"), "a terminal that lacks characters"
     server.reply = events("half", end=False)
     done = run("--endpoint", server.url, text="a\n/quit\n")
     assert done.returncode == 1 and "connection ended" in done.stderr, "a question of a pipe had no whole answer"
@@ -369,8 +406,9 @@ def test_a_line_that_ends_with_a_backslash_goes_on(monkeypatch, text, messages):
     """Up to the first line without one, or the end of the input."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     chat, turns = chat_script.Chat(None), []
-    chat.turn = lambda text: turns.append(text) or True
-    assert chat.loop() and turns == messages
+    chat.turn = turns.append
+    chat.loop()
+    assert turns == messages
 
 
 def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811

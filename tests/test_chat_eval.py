@@ -86,23 +86,28 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidat
     ("def inc(x):\n    exit(0)\n", False),  # a quick way out is no success
     ("import os\ndef inc(x):\n    os._exit(0)\n", False),
     ("I do not know.", False),
-    ("def inc(x):\n    print('b' * 3 * 2**20)\n    return x + 1\n", False),  # output beyond the limit
+    ("import os\ndef inc(x):\n    os._exit(0) if x < 0 else None\n    return 2\n", False),
+    ("class Any(list):\n    def __eq__(self, other):\n        return True\ndef inc(x):\n    return Any()\n", False),
+    ("from unittest.mock import ANY\ndef inc(x):\n    return ANY\n", False),  # it equals everything
+    ("import inspect, sys\ndef inc(x):\n    for frame in inspect.stack():\n"
+     "        frame.frame.f_globals['candidate'] = lambda x: x + 1\n    return 0\n", False),
+    ("import numpy\ndef inc(x):\n    print('more')\n    return numpy.int64(x) + 1\n", True),
     ("def inc(x):\n    y = bytearray(3 * 2**30)\n    return x + 1\n", False),  # memory
     ("def inc(x):\n    open('big', 'wb').write(b'x' * 2**22)\n    return x + 1\n", False),  # a file
     ("import os\nassert not os.environ.get('HOME')\ndef inc(x):\n    return x + 1\n", True),  # an empty environment
     ("\ud800", False),
 ])  # fmt: skip
 def test_programs(answer, right):
-    assert run_program.run_program(*run_program.program(PROMPT, answer, TEST, "inc")) == right
+    assert run_program.passes(PROMPT, answer, TEST, "inc") == right
 
 
 def test_programs_end(monkeypatch):
     """A sleeping program is killed with its children's group; where namespaces are allowed there is no network."""
-    interfaces = "import socket\nprint()\nprint(*(name for _, name in socket.if_nameindex()))\n"
+    interfaces = "import socket\ndef names():\n    return socket.if_nameindex()\n"
     if run_program.isolation():
-        assert run_program.run_program(interfaces, "lo")
+        assert run_program.passes("", interfaces, "def check(names):\n    assert names() == [(1, 'lo')]\n", "names")
     monkeypatch.setattr(run_program, "TIMEOUT", 1)
-    assert not run_program.run_program("import time\ntime.sleep(60)\n", "x")
+    assert not run_program.passes("", "import time\ntime.sleep(60)\n", TEST, "inc")
 
 
 ARC = [{"question": f"q{i}", "choices": {"text": ["a", "b", "c"], "label": ["1", "2", "3"]}, "answerKey": "2"}

@@ -34,6 +34,7 @@ def test_a_result_is_the_last_line(capsys):
         (ts.UserError("no dataset at x"), "no dataset at x"),
         (tm.UserError("no dataset at x"), "no dataset at x"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "the device ran out of memory; use smaller batches"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the device ran out of memory"),
         (OSError(28, "No space left on device"), "No space left on device; fix that"),
         (RuntimeError("I/O error: No space left on device\nmore"), "I/O error: No space left on device; fix that"),
         (torch.distributed.DistNetworkError("the connection was lost"), "the connection was lost; fix that"),

@@ -16,13 +16,15 @@ import httpx2
 import openai
 import pytest
 
+from test_chat import events, server  # noqa: F401
 from test_serve import SCRIPT, base_server, chat_server, expected, gate, runs, script, serve, until  # noqa: F401
 from tiny import ROOT
 
 PAGE = ROOT / "runs" / "page.py"
 BOT, USER = "[data-testid=bot]", "[data-testid=user]"
 MARKUP = (
-    "Some **bold** text for $5 or $6.\n\n| a | b |\n|---|--:|\n| 1 | 2<script>document.title = 1</script> |\n\n"
+    "Some **bold** text for $5 or $6, $7-$8, $9 and US$ 10, `$a$`, $x^2$.\n\n"
+    "| Liechtenstein | b | c | d | e | f |\n|---|--:|--|--|--|--|\n| 1 | 2<script>document.title = 1</script> |\n\n"
     "```python\ndef area(r): return 3.14 * r\n```\n\n$$A = \\pi r^2$$\n\nwhere \\(r\\) is it "
     '![x](https://example.org/x.png) <img src="https://example.org/y.png" onerror="document.title = 1">'
 )
@@ -188,14 +190,22 @@ def test_an_answer_streams_in(chat_server, pages, browse, bodies, size):
     assert width[0] <= width[1], "nothing is wider than the window"
 
 
-def test_markup(chat_server, pages, browse):
+def test_markup(chat_server, pages, browse, bodies):
     """Code, tables and LaTeX are rendered; scripts do not run, and pictures of other hosts are not fetched."""
-    page = browse(pages[0])
+    page = browse(pages[0], 390, 844)
     say(page, chat_server, "<b>show</b> all", MARKUP)
-    inline = ":not(.katex-display) > .katex"
-    for part in ("strong", "td >> text=2", "pre .token.keyword >> text=def", ".katex-display", inline):
+    for part in ("strong", "td >> text=2", "pre .token.keyword >> text=def", ".katex-display"):
         page.wait_for_selector(f"{BOT} {part}")
-    assert "$5 or $6" in page.text_content(BOT) and page.title() == "chat"
+    until(lambda: page.locator(f"{BOT} :not(.katex-display) > .katex").count() == 2)
+    assert "$5 or $6, $7-$8, $9 and US$ 10, $a$, " in page.text_content(BOT) and page.title() == "chat"
+    lines = """(cell) => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return range.getClientRects().length;
+    }"""
+    assert page.locator(f"{BOT} th").first.evaluate(lines) == 1, "a word is not broken on a phone"
+    say(page, chat_server, "again", "yes")
+    assert bodies[-1]["messages"][1]["content"] == MARKUP
 
 
 def test_settings_and_errors(chat_server, pages, browse, bodies):
@@ -212,6 +222,31 @@ def test_settings_and_errors(chat_server, pages, browse, bodies):
     names = ("temperature", "top_p", "min_p", "top_k", "max_tokens", "seed")
     assert [bodies[-1][name] for name in names] == [0.5, 0.9, 0.1, 5, 7, 3]
     assert [one["content"] for one in bodies[-1]["messages"]] == ["Be brief.", "two"]
+
+
+def test_two_tabs(chat_server, pages, browse):
+    """A tab keeps what the other one has saved, and what that one has deleted stays away; a reload keeps all."""
+    first = browse(pages[0])
+    say(first, chat_server, "one", "yes")
+    configure(first, {"System text": "Be brief."})
+    second = first.context.new_page()
+    second.goto(pages[0])
+    say(second, chat_server, "two", "yes")
+    say(first, chat_server, "more", "yes")
+    cells = "[data-testid^=dataset-cell]"
+    stored = "JSON.parse(localStorage.getItem('all conversations of chat')).map(one => one.length)"
+    until(lambda: first.evaluate(stored) == [4, 2])
+    second.reload()
+    until(lambda: second.locator(cells).all_text_contents() == ["one", "two"])
+    until(lambda: second.get_by_label("System text").input_value() == "Be brief.")
+    second.click(f"{cells} >> text=one")
+    until(lambda: len(bots(second)) == 2)
+    second.get_by_label("Clear").click()
+    until(lambda: second.evaluate(stored) == [2])
+    first.get_by_role("button", name="New chat").click()
+    until(lambda: not bots(first))
+    say(first, chat_server, "three", "yes")
+    until(lambda: first.evaluate(stored) == [2, 2])
 
 
 def test_the_oldest_messages_go_when_the_context_is_full(chat_server, pages, browse, bodies):
@@ -237,15 +272,15 @@ def test_a_base_model_continues_the_text(base_server, pages, browse):
     until(lambda: box.input_value() == "the rest of")
 
 
-def test_a_streamed_answer_without_a_browser(chat_server):
+def test_a_streamed_answer_without_a_browser(chat_server, server):
     """Text in growing pieces with marks around a call, then a note; a context that is full; an error message."""
     import page
 
-    def ask(messages, **fields):
+    def ask(messages, url=chat_server.url, **fields):
         fields = {"model": "chat", "messages": messages, "temperature": 1.0, **fields}
 
         async def collect():
-            async with openai.AsyncOpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as client:
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
                 return [part async for part in page.stream_answer(client.chat.completions.create, fields)]
 
         with ThreadPoolExecutor(1) as pool:  # Playwright leaves an event loop running in this thread
@@ -264,7 +299,12 @@ def test_a_streamed_answer_without_a_browser(chat_server):
     *_, (_, note, error) = ask(question, max_tokens=2)
     assert "the oldest " in note and "messages no longer fit" in note and not error
     *_, (_, _, error) = ask([{"role": "user", "content": "word " * 600}])
-    assert error.startswith("the context of this model is 512 tokens")
+    assert error.startswith("the server answered 400: the context of this model is 512 tokens")
+    server.reply = events("Hel", "lo")
+    assert ask([], server.url)[-1] == ("Hello", "", ""), "a server that does not count tokens"
+    server.reply = events("Hel", "lo", end=False)
+    assert ask([], server.url)[-1] == ("Hello", "", "the connection ended before the answer did")
+    assert ask([], "http://127.0.0.1:9")[-1][2].startswith("cannot reach http://127.0.0.1:9/v1/")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])

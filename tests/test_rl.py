@@ -283,7 +283,7 @@ def test_pass_at_k():
         assert rl.pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_a_run_and_its_continuation(source, tmp_path):
+def test_a_run_and_its_continuation(source, tmp_path, monkeypatch):
     """A whole run writes what a person looks at; stopped and resumed it goes on exactly; other tools can load it."""
     flags = [source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
     code, out, err = call(rl.main, *flags, "--run-dir", tmp_path / "whole")
@@ -319,6 +319,8 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (ts.main, resume, "python runs/rl.py --resume"),
     ):
         assert message in stops(main, *argv)
+    monkeypatch.setattr(rl, "describe_run", lambda *_: {"rl": {"source": "x", "group_size": 6}})
+    assert "has the setting group_size, unknown here" in stops(rl.main, *resume)
 
 
 def test_gsm8k_items(source, tmp_path):

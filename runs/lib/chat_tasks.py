@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.command import RunError
-from lib.run_program import program, run_program
+from lib.run_program import passes
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
@@ -105,8 +105,7 @@ def text_example(task: str, value: dict[str, Any]) -> Example:
     prompt = value["prompt"]
     test = value["test"]
     entry = value["entry_point"]
-    is_correct = lambda answer: run_program(*program(prompt, answer, test, entry))
-    return Example(prompt, f"{entry} passes its tests", is_correct)
+    return Example(prompt, f"{entry} passes its tests", lambda answer: passes(prompt, answer, test, entry))
 
 
 def spelling_example(value: dict[str, Any]) -> Example:

@@ -41,7 +41,7 @@ def error_message(error: Exception) -> str:
         return str(error)
 
     torch = sys.modules.get("torch")  # not imported here, as it takes seconds
-    if torch and isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):  # of any device
         return "the device ran out of memory; use smaller batches, see --help and runs/TROUBLESHOOTING.md"
     is_lost = torch and isinstance(error, torch.distributed.DistError)  # another process has ended
     if is_lost or isinstance(error, OSError) or re.search("gloo|No space left", str(error)):

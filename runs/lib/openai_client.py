@@ -1,0 +1,28 @@
+"""What runs/chat.py and runs/page.py share as clients of servers that speak OpenAI's protocol."""
+
+import os
+
+import openai
+
+
+def client_options(url: str) -> dict:
+    """Options of openai.OpenAI for a server; the address may end with /v1."""
+    base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+    return {"base_url": f"{base}/v1", "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
+
+
+def error_message(error: Exception) -> str:
+    """What went wrong, in the server's own words where it has some."""
+    if isinstance(error, openai.APIConnectionError):
+        return f"cannot reach {error.request.url} ({error.__cause__ or error}); check the address and the server"
+    if not isinstance(error, openai.APIError):
+        return str(error)
+    message = isinstance(error.body, dict) and error.body.get("message")
+    if not isinstance(error, openai.APIStatusError):
+        return f"the server stopped: {message or error.message}"
+    return f"the server answered {error.status_code}: {(message or error.response.text)[:500]}"
+
+
+def is_context_full(error: Exception) -> bool:
+    """Whether a conversation does not fit: some servers say it in the code, others in the message alone."""
+    return isinstance(error, openai.BadRequestError) and "context" in f"{error.code} {error_message(error)}".lower()
