@@ -58,6 +58,7 @@ from tqdm import tqdm
 
 BATCH_CHARS = 500_000  # of text given to a thread at once
 SHARD_TOKENS = 100_000_000
+LITTLE_VAL = 50_000  # bytes of validation text
 # Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
@@ -298,10 +299,11 @@ def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
 def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     source = Source.of(args)
-    flags = ["name", "text_field", "val_fraction", "val_documents", "max_documents", "max_bytes"]
+    flags = ["name", "text_field", "val_documents", "max_documents", "max_bytes"]
     flags += ["shard_tokens", "vocab_size", "tokenizer_chars"]
     settings = {
         "inputs": source.inputs,
+        "val_fraction": source.val_fraction,
         **{flag: getattr(args, flag) for flag in flags},
         # None in directories from before these flags.
         "interleave": args.interleave or None,
@@ -321,7 +323,7 @@ def build(args: argparse.Namespace) -> None:
         make_tokenizer(args, source, progress)
         write_shards(args, source, progress, inputs_changed)
         finish(progress)
-    if args.source.startswith("pypi:"):
+    if source.corpus:
         pypi.compare_build(args, LOCKED_FLAGS)
 
 
@@ -345,10 +347,9 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
         # First, so that a stop from here on is recognised as this command's.
         progress.save()
         start = time.perf_counter()
-        vocab_size = args.vocab_size or tokenizer.VOCAB_SIZE
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
         text = source.tokenizer_text()
-        spec = tokenizer.train(text, vocab_size, args.tokenizer_chars, pattern=pattern)
+        spec = tokenizer.train(text, args.vocab_size, args.tokenizer_chars, pattern=pattern)
         write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
 
@@ -378,9 +379,8 @@ def write_shards(
     if "train" not in progress.complete:
         write_split(ShardWriter("train", encoder, progress, args.shard_tokens), source.train())
     print(f"encoded in {time.perf_counter() - start:.1f} s in {args.workers} threads")
-    empty = sum(source.empty.values())
-    if empty:
-        print(f"skipped {empty:,} empty documents")
+    if skipped := sum(source.skipped.values()):
+        print(f"skipped {skipped:,} empty {'documents or malformed lines' if args.skip_bad else 'documents'}")
 
 
 def finish(progress: Progress) -> None:
@@ -402,10 +402,13 @@ def finish(progress: Progress) -> None:
         "files": files,
     }
     write_dataset(out, dataset)
-    for split, total in read_dataset(out)["splits"].items():
+    splits = read_dataset(out)["splits"]
+    for split, total in splits.items():
         documents, tokens, size = (total[key] for key in ("documents", "tokens", "text_bytes"))
         rate = f"{size / tokens:.3f} bytes per token"
         print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
+    if splits["val"]["text_bytes"] < LITTLE_VAL:
+        print("note: a score on so little validation text is rough; give more text, --val-fraction or --val-source")
     if note := overlap_note(out, dataset["bos_id"]):
         print(f"note: {note}")
     print(f"wrote {out / 'dataset.json'}")
@@ -417,7 +420,7 @@ def finish(progress: Progress) -> None:
 def import_shards(args: argparse.Namespace) -> None:
     """Makes a dataset directory from shards that others tokenized."""
     out = args.out
-    spec = args.source.removeprefix("shards:")
+    specs = [spec.removeprefix("shards:") for spec in args.source]
     if args.interleave:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
@@ -425,10 +428,9 @@ def import_shards(args: argparse.Namespace) -> None:
             "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's vocabulary "
             "make it with data/tokenizer.py gpt2"
         )
-    if Path(spec).is_dir():
-        spec = str(Path(spec) / "*.bin")
-    paths = local_paths(spec, (".bin",))
-    by_split = sort_by_split(paths, spec)
+    specs = [str(Path(spec) / "*.bin") if Path(spec).is_dir() else spec for spec in specs]
+    paths = local_paths(specs, (".bin",))
+    by_split = sort_by_split(paths, ", ".join(specs))
     settings = {
         "inputs": [identify(path) for path in paths],
         "name": args.name,
@@ -490,7 +492,7 @@ def main() -> None:
     args = parse_arguments()
     # From here on: reading the source alone may take minutes.
     with lock_folder(args.out):
-        if args.source.startswith("shards:"):
+        if args.source[0].startswith("shards:"):
             import_shards(args)
         else:
             build(args)
@@ -501,13 +503,10 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="validation text (default: a part of --source)")
-    held_out = "held-out fraction of local files: 1 document in round(1 / F) [%(default)s]"
-    add("--val-fraction", metavar="F", type=float, default=0.01, help=held_out)
     add("--val-documents", type=int, help="maximum number of validation documents (default: all)")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
     add("--name", help="name in dataset.json (default: that of the directory)")
-    add("--vocab-size", type=int, help=f"entries of a new tokenizer (default: {tokenizer.VOCAB_SIZE})")
-    tokenizer.add_pattern_flag(parser)
+    tokenizer.add_training_flags(parser)
     add("--tokenizer", type=Path, help="tokenizer.json to use (default: a new one is trained)")
     characters = "characters to train a new tokenizer on [%(default)s]"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
