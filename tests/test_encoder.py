@@ -231,6 +231,7 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     assert "multiple of an even --head-dim" in stops(te.main, *base, *tiny_flags(head_dim=15))
     assert "fit into a pack" in stops(te.main, *base, *tiny_flags(max_seq_len=200))
     assert "allow repeats" in stops(te.main, *base, *tiny_flags(steps=10**6))
+    assert "--val-tokens is '0': input should be greater" in stops(te.main, *base, *tiny_flags(val_tokens=0))
     assert not (tmp_path / "new").exists()
     assert "already holds a run" in stops(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
     for others in ("--steps 9", f"--steps {te.Config.steps}", "--size small"):
