@@ -219,7 +219,7 @@ def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
     if gpu:
         env["CUDA_VISIBLE_DEVICES"] = gpu
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=env, text=True, cwd=ROOT, **pipes)
+    process = subprocess.Popen(command, env=env, text=True, errors="replace", cwd=ROOT, **pipes)
     work.running.add(process)
     if work.stopped:
         process.terminate()

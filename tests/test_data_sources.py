@@ -144,6 +144,12 @@ def test_more_files_than_may_be_open(tmp_path):
     assert "opens 150 files at a time, the system allows 200; raise ulimit -n" in run(200).stderr
 
 
+def test_a_console_that_lacks_letters(tmp_path):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = python(DATA / "sources.py", "--source", write(tmp_path / "x.jsonl", TEXTS[2:4]), "--split", "val", env=env)
+    assert done.returncode == 0 and "gr??e ?? ?" in done.stdout, done.stderr
+
+
 def test_a_wide_zstd_window_opens(tmp_path):
     """--long=27, which large published corpora use."""
     texts = [f"{i} " + "x" * 1000 for i in range(2000)]
