@@ -34,7 +34,6 @@ from dataset import (
     lock_folder,
     overlap_note,
     read_dataset,
-    read_documents,
     read_header,
     read_json,
     remove_leftovers,
@@ -128,8 +127,7 @@ class Progress:
         complete holds a split     all of its documents are in shards
         dataset.json exists        the dataset is complete, and is never changed again
 
-    In each state a command with other settings is refused. One that differs only in its inputs, as
-    a source file was corrected, may continue until the dataset is complete: see keep_matching.
+    In each state a command with other settings or other source files is refused.
     """
 
     out: Path
@@ -154,7 +152,7 @@ class Progress:
 
 
 def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
-    """The progress of an earlier run with these settings, or a new one; its inputs are those of the earlier run."""
+    """The progress of an earlier run with these settings, or a new one."""
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
@@ -169,21 +167,17 @@ def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
 
 
 def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Ends the script if a setting differs, or the source of a complete dataset."""
+    """Ends the script if a setting or a source file differs."""
+    if old["inputs"] != new["inputs"]:
+        fail(f"{out} was built from other source files (names, sizes or content); choose another --out, or delete it")
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
-        may_differ = key == "inputs" or (key == "name" and not new["name"])
-        if old.get(key) != new[key] and not may_differ:
+        if old.get(key) != new[key] and not (key == "name" and not new["name"]):
             fail(
                 f"{out} was built with other settings: --{key.replace('_', '-')} was "
                 f"{old.get(key)!r} before and is {new[key]!r} now; choose another --out or the same "
                 "settings"
             )
-    if old["inputs"] != new["inputs"] and (out / "dataset.json").exists():
-        fail(
-            f"{out} is complete, and the source files (names, sizes or content) are not as before; "
-            "choose another --out"
-        )
 
 
 def is_complete(progress: Progress) -> bool:
@@ -196,34 +190,6 @@ def is_complete(progress: Progress) -> bool:
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
-    return True
-
-
-def keep_matching(source: Source, progress: Progress, encoder: Encoder) -> None:
-    """After the source has changed, keeps the first shards whose documents are still the same."""
-    for split, documents in (("val", source.val()), ("train", source.train())):
-        entries = progress.shards[split]
-        kept = 0
-        while kept < len(entries) and is_same(progress.out / entries[kept]["path"], documents, encoder):
-            kept += 1
-        # The last shard of a complete split may have space for the documents that follow now.
-        if kept and split in progress.complete and next(documents, None) is not None:
-            kept -= 1
-        print(f"the source has changed: {kept} of {len(entries)} {split} shards still hold its text")
-        progress.shards[split] = entries[:kept]
-        for entry in entries[kept:]:
-            (progress.out / entry["path"]).unlink(missing_ok=True)
-    progress.complete = []
-    progress.save()
-
-
-def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
-    """Whether a shard holds the next documents; takes them from the iterator."""
-    for document in read_documents([path], encoder.bos_id):
-        tokens = np.frombuffer(document, dtype="<u2")[1:].tolist()
-        text = next(documents, None)
-        if text is None or encoder.encoding.decode_bytes(tokens) != text.encode():
-            return False
     return True
 
 
@@ -316,12 +282,10 @@ def build(args: argparse.Namespace) -> None:
     else:
         if not progress.tokenizer_sha256:
             check_documents(source)
-        inputs_changed = progress.settings["inputs"] != source.inputs
-        progress.settings["inputs"] = source.inputs
         for folder in (args.out, args.out / "pretrain"):
             remove_leftovers(folder)
         make_tokenizer(args, source, progress)
-        write_shards(args, source, progress, inputs_changed)
+        write_shards(args, source, progress)
         finish(progress)
     if source.corpus:
         pypi.compare_build(args, LOCKED_FLAGS)
@@ -366,14 +330,10 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     progress.save()
 
 
-def write_shards(
-    args: argparse.Namespace, source: Source, progress: Progress, inputs_changed: bool
-) -> None:
+def write_shards(args: argparse.Namespace, source: Source, progress: Progress) -> None:
     """All shards that progress does not list."""
     start = time.perf_counter()
     encoder = Encoder(args.out / "tokenizer.json", args.workers)
-    if inputs_changed:
-        keep_matching(source, progress, encoder)
     if "val" not in progress.complete:
         write_split(ShardWriter("val", encoder, progress, args.shard_tokens), source.val())
     if "train" not in progress.complete:

@@ -3,7 +3,6 @@
     python data/tokenizer.py train --source climbmix --out tokenizer.json
     python data/tokenizer.py train --source climbmix --pattern qwen2 --out tokenizer.json
     python data/tokenizer.py show --tokenizer tokenizer.json --text "Hello world"
-    python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json
 
 tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of
@@ -12,7 +11,6 @@ each token's bytes; the index is the id and the merge rank], "special_tokens": {
 
 import argparse
 import base64
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -247,39 +245,6 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
     return make_spec(GPT2_PATTERN, sorted(ranks, key=ranks.get), {"<|endoftext|>": len(ranks)})
 
 
-# ==== measuring
-
-
-def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
-    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and
-    the fraction of the tokens that are not valid UTF-8 alone (parts of a character)."""
-    encoding = load(path)
-    ranks = read_spec(path)[1]
-    counts = np.zeros(encoding.n_vocab, dtype=np.int64)
-    words = 0
-    seconds = 0.0
-    for text in documents:
-        start = time.perf_counter()
-        tokens = encode(encoding, text)
-        seconds += time.perf_counter() - start
-        counts += np.bincount(tokens, minlength=len(counts))
-        words += len(text.split())
-    total = int(counts.sum())
-    if not words:
-        fail("the source holds no text to measure on; choose another --source")
-    size = int(counts @ token_bytes(path))
-    # Bytes that are no UTF-8 alone decode to other ones.
-    is_part = [token.decode(errors="replace").encode() != token for token in ranks]
-    return {
-        "tokens": total,
-        "bytes": size,
-        "bytes_per_token": size / total,
-        "tokens_per_word": total / words,
-        "seconds": seconds,
-        "partial_utf8_fraction": int(counts[: len(ranks)][is_part].sum()) / total,
-    }
-
-
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a new tokenizer that pretrain.py has too."""
     add = parser.add_argument
@@ -301,10 +266,6 @@ def main() -> None:
     elif args.command == "gpt2":
         sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
-    elif args.command == "eval":
-        source = Source.of(args)
-        documents = source.train() if args.split == "train" else source.val()
-        print(json.dumps(evaluate(args.tokenizer, documents)))
     else:
         start = time.perf_counter()
         documents = Source.of(args).train()
@@ -317,7 +278,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, show and measure tokenizers.")
+    parser = argparse.ArgumentParser(description="Train and show tokenizers.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     p = commands.add_parser("train", help="train a tokenizer on a source")
@@ -331,11 +292,6 @@ def parse_arguments() -> argparse.Namespace:
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
     p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
     p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="text to split")
-
-    p = commands.add_parser("eval", help="measure a tokenizer on a source's validation documents")
-    add_source_flags(p)
-    p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
-    p.add_argument("--split", choices=["train", "val"], default="val", help="split [%(default)s]")
 
     p = commands.add_parser("gpt2", help="convert GPT-2's vocabulary")
     p.add_argument("--vocab-bpe", type=Path, help="path of GPT-2's file (default: downloaded)")

@@ -47,7 +47,7 @@ def read_pieces(names: list[str], count: int) -> list[str]:
     pieces = []
     for name in names:
         found = []
-        for text in sources.Source(name).train():
+        for text in sources.Source([name]).train():
             found += [text[start : start + 800] for start in range(0, min(len(text), 4000), 800)]
             if len(found) >= count // len(names):
                 break

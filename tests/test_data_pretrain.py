@@ -221,39 +221,32 @@ def test_second_run_and_other_settings(corpus):
     assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
     changed = settings(corpus, "plain", corpus / "val.jsonl")
-    expect_error(run(*changed, "--val-source", "stdlib"), "source files")
+    expect_error(run(*changed, "--val-source", "stdlib"), "other source files")
     other = corpus / "other.json"
     dataset.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
     assert snapshot(corpus / "plain") == before
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_a_corrected_line_does_not_cost_the_finished_shards(corpus, tmp_path, is_changed):
-    """A build stopped at a broken line, which is right now. Shards behind a text that changed too are written anew."""
-    texts = make_texts(1500)
+def test_a_malformed_line_does_not_cost_the_finished_shards(corpus, tmp_path):
+    """The build that stopped there continues with --skip-bad; without the line it is another source."""
     out = tmp_path / "out"
-    source = write_jsonl(tmp_path / "train.jsonl", texts)
-    raw = source.read_bytes().split(b"\n")
-    source.write_bytes(b"\n".join([*raw[:1200], b'{"text": "broken', *raw[1200:]]))
+    source = write_jsonl(tmp_path / "train.jsonl", make_texts(1500))
+    good = source.read_bytes()
+    lines = good.split(b"\n")
+    source.write_bytes(b"\n".join([*lines[:1200], b'{"text": "broken', *lines[1200:]]))
     flags = [*settings(corpus, "x", source), "--workers", 1, "--out"]
-    expect_error(run(*flags, out), "train.jsonl line 1201: it is not valid JSON")
-
+    expect_error(run(*flags, out), "train.jsonl line 1201: it is not valid JSON", "--skip-bad")
     shards = dataset.read_json(out / "progress.json")["shards"]["train"]
     assert len(shards) > 4
-    kept = shards
-    if is_changed:
-        # The second shard holds it.
-        texts[shards[0]["documents"] + 3] = "another text"
-        kept = shards[:1]
-    write_jsonl(source, texts)
-    before = [(out / shard["path"]).stat().st_ino for shard in kept]
-    result = run(*flags, out)
-    assert result.returncode == 0, result.stderr
-    assert f"the source has changed: {len(kept)} of {len(shards)} train shards" in result.stdout
-    assert [(out / shard["path"]).stat().st_ino for shard in kept] == before
-    assert run(*flags, tmp_path / "fresh").returncode == 0
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    before = [(out / shard["path"]).stat().st_ino for shard in shards]
+    source.write_bytes(good)
+    expect_error(run(*flags, out), "was built from other source files")
+    source.write_bytes(b"\n".join([*lines[:1200], b'{"text": "broken', *lines[1200:]]))
+    result = run(*flags, out, "--skip-bad")
+    assert result.returncode == 0 and "skipped 1 empty documents or malformed lines" in result.stdout, result.stderr
+    assert [(out / shard["path"]).stat().st_ino for shard in shards] == before
+    assert snapshot(out) == snapshot(corpus / "plain")
 
 
 def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
