@@ -18,7 +18,8 @@ values:
     adam_lr = [0.004, 0.006, 0.008]
     "--tokens" = [17_000_000, 34_000_000]
 
-Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES chooses among them); without a GPU the runs follow each other.
+The flags of all variants are checked before the first run. Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES
+chooses among them); without a GPU the runs follow each other.
 Finished runs are kept: the same command goes on where it was stopped. Runs, table (sweep.md) and picture (sweep.png)
 lie in --out. Differences are means minus the base, with the 95 % interval and p of Welch's t-test. Cards differ by some
 percent in speed, so milliseconds of runs on different cards are a hint only.
