@@ -4,10 +4,10 @@
     python dev/profile_step.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
     python dev/profile_step.py --script train_medium.py
 
-It prints the kernels that take most of a step, the sections of dev/bench.py, and each kind of work as a fraction of the
-step. Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a
-graph break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something
-was recompiled. The last line is the result as JSON.
+It prints the kernels that take most of a step, and the sections of dev/bench.py. Open the trace in
+https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a graph break, or if steps and
+a validation in each stage compiled anything after the warm-up. torch prints why something was recompiled. The last line
+is the result as JSON.
 """
 
 import collections
@@ -23,19 +23,6 @@ from torch._dynamo.utils import counters
 from dev import bench
 
 ts = bench.ts
-
-# Sections that are one kind of work. "loss" has the products of the head, which one kernel computes with it.
-GROUPS = {
-    "matrix products": ("MLP", "qkv and o products"),
-    "attention": ("attention",),
-    "loss": ("head and loss",),
-    "elementwise kernels": ("elementwise",),
-    "embeddings": ("embeddings",),
-    "optimizer": ("NorMuon", "RMSProp", "Adam"),
-    "communication": ("communication",),
-    "copies": ("copies",),
-    "other": ("other",),
-}
 
 
 def compilations() -> dict[str, int]:
@@ -76,11 +63,6 @@ def kernel_table(rows: list[bench.Row], steps: int, count: int) -> str:
     return "\n".join(lines)
 
 
-def group_shares(shares: dict[str, float]) -> dict[str, float]:
-    """The share of each group in the time of a step, from those of the sections."""
-    return {name: sum(shares[section] for section in GROUPS[name]) for name in GROUPS}
-
-
 def visit_stages(state: ts.TrainState, dataset) -> None:
     """Two steps and a validation in each stage, which should compile nothing."""
     config = state.config
@@ -112,10 +94,7 @@ def main() -> dict:
     trace = bench.trace_steps(state, dataset, len(config.stage_table) - 1, args.steps)
     rows = bench.kernels(trace, config, bench.micro_batch_tokens(state))
     table = bench.section_table(rows, args.steps)
-    groups = group_shares(table.shares)
     say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
-    for name, share in sorted(groups.items(), key=lambda item: -item[1]):
-        say(f"fraction of {name}: {share:.1%}")
     if ranks.is_main:
         name_sections(trace, rows)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +115,6 @@ def main() -> dict:
         "late": late,
         "step_ms": table.step_ms,
         "sections": table.shares,
-        "groups": groups,
         "trace": args.out,
         "failed": bool(breaks or recompiles),
     }
