@@ -354,7 +354,7 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
         paths += [path for path in found if has_ending(path, suffixes)]
     if skipped:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common())
-        print(f"skipped {skipped.total():,} files of other kinds: {kinds}", file=sys.stderr)
+        print(f"skipped files of other kinds: {kinds}", file=sys.stderr)
     if not paths:
         fail(f"--source {', '.join(specs)} holds no {endings} file; check the path")
     seen: set[Path] = set()
@@ -375,7 +375,7 @@ def without_binaries(paths: list[Path], skip_bad: bool) -> list[Path]:
         advice = "convert them to UTF-8, or leave them out with --skip-bad"
         fail(f"{len(binaries):,} of {len(paths):,} files hold UTF-16 or no text: {names}; {advice}")
     if binaries:
-        print(f"skipped {len(binaries):,} files that hold UTF-16 or no text: {names}", file=sys.stderr)
+        print(f"skipped files that hold UTF-16 or no text: {names}", file=sys.stderr)
     return [path for path in paths if path not in binaries]
 
 

@@ -117,7 +117,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
         steps = job.config.num_steps
         if steps < MIN_STEPS:
             fewer = max(1, packs * steps // MIN_STEPS)
-            say(f"note: {steps} steps teach little; make more with --packs {fewer}, or with --max-epochs")
+            say(f"note: few steps ({steps}); make more of them with --packs {fewer}, or with --max-epochs")
     return job
 
 

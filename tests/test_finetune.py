@@ -294,7 +294,7 @@ def test_few_steps_are_said(base, capsys):
     count = len(job(base).reader.packs)
     assert capsys.readouterr().out == "", "packs of 4 make enough steps"
     assert job(base, "--packs", count).config.num_steps == 1
-    assert f"1 steps teach little; make more with --packs {count // 20}" in capsys.readouterr().out
+    assert f"few steps (1); make more of them with --packs {count // 20}" in capsys.readouterr().out
     job(base, "--packs", count, "--steps", 2)
     assert capsys.readouterr().out == "", "asked for"
 

@@ -184,7 +184,7 @@ def train(config: Config) -> dict:
     total = config.steps * config.packs if config.steps else max(1, round(config.epochs * count))
     steps = math.ceil(total / config.packs)  # the last one may have fewer packs
     if steps < MIN_STEPS and not config.steps:
-        say(f"note: {steps} steps teach little; lower --packs, or raise --epochs")
+        say(f"note: few steps ({steps}); lower --packs, or raise --epochs")
     epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
     origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
