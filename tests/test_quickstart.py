@@ -19,7 +19,6 @@ import train_medium as tm
 import train_small as ts
 import zstandard
 
-from chats import chat, write_jsonl
 from commands import entries, sets
 from processes import python
 from tiny import ROOT, TINY
@@ -450,7 +449,9 @@ def checkout(tmp_path_factory) -> Path:
     row = json.dumps({"text": text[:20000]}) + "\n"
     (root / "val.jsonl").write_text(row)
     (root / "text/some.jsonl.zst").write_bytes(zstandard.compress((row * 20).encode()))
-    write_jsonl(root / "chat.jsonl", [chat(f"Hello {i}", "def nothing():") for i in range(60)])
+    answer = {"role": "assistant", "content": "def nothing():"}
+    talks = [{"messages": [{"role": "user", "content": f"Hello {i}"}, answer]} for i in range(60)]
+    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, talks)))
     author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     for words in (["init", "-q"], ["add", "runs", "train_small.py"], [*author, "commit", "-qm", "clone"]):
         subprocess.run(["git", "-C", root, *words], check=True)
