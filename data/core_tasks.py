@@ -289,7 +289,7 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
     encoding = tokenizer.load(root / "tokenizer.json")
     lengths = tokenizer.token_bytes(root / "tokenizer.json")
     tasks = read_tasks(bundle)
-    with new_folder(root, "core") as (folder, files):
+    with new_folder(root, "core", core={"limit": limit} if limit else {}) as (folder, files):
         for task in tqdm(tasks, "CORE", disable=None):
             items = read_items(bundle, task)
             arrays, counts = build_task(task, items, encoding, max_seq_len, limit)

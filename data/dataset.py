@@ -55,6 +55,8 @@ def fail(message: str) -> NoReturn:
 
 def run(main: Callable[[], None]) -> None:
     """Runs a script's main function, and turns errors of the system into an error message."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack letters of a text or a name
     try:
         main()
     except KeyboardInterrupt:

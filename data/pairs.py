@@ -122,7 +122,7 @@ def main() -> None:
         first = next(pairs, None)
         if first is None:
             hint = "try --kind passages" if args.kind == "title" else "give longer documents"
-            fail(f"no {split} document of {args.source} gives a pair of --kind {args.kind}; {hint}")
+            fail(f"no {split} document of {', '.join(args.source)} gives a pair of --kind {args.kind}; {hint}")
         # Training pairs of an earlier command may hold texts of the new val.jsonl.
         (args.out / "train.jsonl").unlink(missing_ok=True)
         pairs = islice(chain([first], pairs), max_pairs)

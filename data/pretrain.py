@@ -34,7 +34,6 @@ from dataset import (
     lock_folder,
     overlap_note,
     read_dataset,
-    read_documents,
     read_header,
     read_json,
     remove_leftovers,
@@ -58,6 +57,7 @@ from tqdm import tqdm
 
 BATCH_CHARS = 500_000  # of text given to a thread at once
 SHARD_TOKENS = 100_000_000
+LITTLE_VAL = 50_000  # bytes of validation text
 # Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
@@ -127,8 +127,7 @@ class Progress:
         complete holds a split     all of its documents are in shards
         dataset.json exists        the dataset is complete, and is never changed again
 
-    In each state a command with other settings is refused. One that differs only in its inputs, as
-    a source file was corrected, may continue until the dataset is complete: see keep_matching.
+    In each state a command with other settings or other source files is refused.
     """
 
     out: Path
@@ -153,7 +152,7 @@ class Progress:
 
 
 def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
-    """The progress of an earlier run with these settings, or a new one; its inputs are those of the earlier run."""
+    """The progress of an earlier run with these settings, or a new one."""
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
@@ -168,21 +167,17 @@ def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
 
 
 def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Ends the script if a setting differs, or the source of a complete dataset."""
+    """Ends the script if a setting or a source file differs."""
+    if old["inputs"] != new["inputs"]:
+        fail(f"{out} was built from other source files (names, sizes or content); choose another --out, or delete it")
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
-        may_differ = key == "inputs" or (key == "name" and not new["name"])
-        if old.get(key) != new[key] and not may_differ:
+        if old.get(key) != new[key] and not (key == "name" and not new["name"]):
             fail(
                 f"{out} was built with other settings: --{key.replace('_', '-')} was "
                 f"{old.get(key)!r} before and is {new[key]!r} now; choose another --out or the same "
                 "settings"
             )
-    if old["inputs"] != new["inputs"] and (out / "dataset.json").exists():
-        fail(
-            f"{out} is complete, and the source files (names, sizes or content) are not as before; "
-            "choose another --out"
-        )
 
 
 def is_complete(progress: Progress) -> bool:
@@ -195,34 +190,6 @@ def is_complete(progress: Progress) -> bool:
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
-    return True
-
-
-def keep_matching(source: Source, progress: Progress, encoder: Encoder) -> None:
-    """After the source has changed, keeps the first shards whose documents are still the same."""
-    for split, documents in (("val", source.val()), ("train", source.train())):
-        entries = progress.shards[split]
-        kept = 0
-        while kept < len(entries) and is_same(progress.out / entries[kept]["path"], documents, encoder):
-            kept += 1
-        # The last shard of a complete split may have space for the documents that follow now.
-        if kept and split in progress.complete and next(documents, None) is not None:
-            kept -= 1
-        print(f"the source has changed: {kept} of {len(entries)} {split} shards still hold its text")
-        progress.shards[split] = entries[:kept]
-        for entry in entries[kept:]:
-            (progress.out / entry["path"]).unlink(missing_ok=True)
-    progress.complete = []
-    progress.save()
-
-
-def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
-    """Whether a shard holds the next documents; takes them from the iterator."""
-    for document in read_documents([path], encoder.bos_id):
-        tokens = np.frombuffer(document, dtype="<u2")[1:].tolist()
-        text = next(documents, None)
-        if text is None or encoder.encoding.decode_bytes(tokens) != text.encode():
-            return False
     return True
 
 
@@ -298,10 +265,11 @@ def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
 def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     source = Source.of(args)
-    flags = ["name", "text_field", "val_fraction", "val_documents", "max_documents", "max_bytes"]
+    flags = ["name", "text_field", "val_documents", "max_documents", "max_bytes"]
     flags += ["shard_tokens", "vocab_size", "tokenizer_chars"]
     settings = {
         "inputs": source.inputs,
+        "val_fraction": source.val_fraction,
         **{flag: getattr(args, flag) for flag in flags},
         # None in directories from before these flags.
         "interleave": args.interleave or None,
@@ -314,14 +282,12 @@ def build(args: argparse.Namespace) -> None:
     else:
         if not progress.tokenizer_sha256:
             check_documents(source)
-        inputs_changed = progress.settings["inputs"] != source.inputs
-        progress.settings["inputs"] = source.inputs
         for folder in (args.out, args.out / "pretrain"):
             remove_leftovers(folder)
         make_tokenizer(args, source, progress)
-        write_shards(args, source, progress, inputs_changed)
+        write_shards(args, source, progress)
         finish(progress)
-    if args.source.startswith("pypi:"):
+    if source.corpus:
         pypi.compare_build(args, LOCKED_FLAGS)
 
 
@@ -345,10 +311,9 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
         # First, so that a stop from here on is recognised as this command's.
         progress.save()
         start = time.perf_counter()
-        vocab_size = args.vocab_size or tokenizer.VOCAB_SIZE
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
         text = source.tokenizer_text()
-        spec = tokenizer.train(text, vocab_size, args.tokenizer_chars, pattern=pattern)
+        spec = tokenizer.train(text, args.vocab_size, args.tokenizer_chars, pattern=pattern)
         write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
 
@@ -365,22 +330,17 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     progress.save()
 
 
-def write_shards(
-    args: argparse.Namespace, source: Source, progress: Progress, inputs_changed: bool
-) -> None:
+def write_shards(args: argparse.Namespace, source: Source, progress: Progress) -> None:
     """All shards that progress does not list."""
     start = time.perf_counter()
     encoder = Encoder(args.out / "tokenizer.json", args.workers)
-    if inputs_changed:
-        keep_matching(source, progress, encoder)
     if "val" not in progress.complete:
         write_split(ShardWriter("val", encoder, progress, args.shard_tokens), source.val())
     if "train" not in progress.complete:
         write_split(ShardWriter("train", encoder, progress, args.shard_tokens), source.train())
     print(f"encoded in {time.perf_counter() - start:.1f} s in {args.workers} threads")
-    empty = sum(source.empty.values())
-    if empty:
-        print(f"skipped {empty:,} empty documents")
+    if skipped := sum(source.skipped.values()):
+        print(f"skipped {skipped:,} empty {'documents or malformed lines' if args.skip_bad else 'documents'}")
 
 
 def finish(progress: Progress) -> None:
@@ -402,10 +362,13 @@ def finish(progress: Progress) -> None:
         "files": files,
     }
     write_dataset(out, dataset)
-    for split, total in read_dataset(out)["splits"].items():
+    splits = read_dataset(out)["splits"]
+    for split, total in splits.items():
         documents, tokens, size = (total[key] for key in ("documents", "tokens", "text_bytes"))
         rate = f"{size / tokens:.3f} bytes per token"
         print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
+    if splits["val"]["text_bytes"] < LITTLE_VAL:
+        print("note: a score on so little validation text is rough; give more text, --val-fraction or --val-source")
     if note := overlap_note(out, dataset["bos_id"]):
         print(f"note: {note}")
     print(f"wrote {out / 'dataset.json'}")
@@ -417,7 +380,7 @@ def finish(progress: Progress) -> None:
 def import_shards(args: argparse.Namespace) -> None:
     """Makes a dataset directory from shards that others tokenized."""
     out = args.out
-    spec = args.source.removeprefix("shards:")
+    specs = [spec.removeprefix("shards:") for spec in args.source]
     if args.interleave:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
@@ -425,10 +388,9 @@ def import_shards(args: argparse.Namespace) -> None:
             "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's vocabulary "
             "make it with data/tokenizer.py gpt2"
         )
-    if Path(spec).is_dir():
-        spec = str(Path(spec) / "*.bin")
-    paths = local_paths(spec, (".bin",))
-    by_split = sort_by_split(paths, spec)
+    specs = [str(Path(spec) / "*.bin") if Path(spec).is_dir() else spec for spec in specs]
+    paths = local_paths(specs, (".bin",))
+    by_split = sort_by_split(paths, ", ".join(specs))
     settings = {
         "inputs": [identify(path) for path in paths],
         "name": args.name,
@@ -490,7 +452,7 @@ def main() -> None:
     args = parse_arguments()
     # From here on: reading the source alone may take minutes.
     with lock_folder(args.out):
-        if args.source.startswith("shards:"):
+        if args.source[0].startswith("shards:"):
             import_shards(args)
         else:
             build(args)
@@ -501,13 +463,10 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="validation text (default: a part of --source)")
-    held_out = "held-out fraction of local files: 1 document in round(1 / F) [%(default)s]"
-    add("--val-fraction", metavar="F", type=float, default=0.01, help=held_out)
     add("--val-documents", type=int, help="maximum number of validation documents (default: all)")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
     add("--name", help="name in dataset.json (default: that of the directory)")
-    add("--vocab-size", type=int, help=f"entries of a new tokenizer (default: {tokenizer.VOCAB_SIZE})")
-    tokenizer.add_pattern_flag(parser)
+    tokenizer.add_training_flags(parser)
     add("--tokenizer", type=Path, help="tokenizer.json to use (default: a new one is trained)")
     characters = "characters to train a new tokenizer on [%(default)s]"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)

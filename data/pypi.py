@@ -489,7 +489,7 @@ def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
         names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
         print(f"not compared with the lock, which holds for a dataset made without {names}")
     else:
-        compare_dataset(args.out, args.source.removeprefix("pypi:"))
+        compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
 
 
 def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:

@@ -7,7 +7,8 @@
 --source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
 one, picked by the seed; 1.5: all once and half of them again):
 
-    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .parquet: {"messages": [{"role", "content"}]}
+    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .json, .parquet: {"messages": [{"role", "content"}]}, the bare
+                                 list, ShareGPT's "conversations" or Alpaca's "instruction", "input", "output"
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
     gsm8k:FILE                   {"question", "answer"}; <<3*4=12>> in an answer becomes a tool call
     spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
@@ -26,7 +27,8 @@ NAME.mask.bin: the same header and uint16 format, with 2 as its vocabulary size,
 each token (1: a target of the loss). A reader of the shards must skip *.mask.bin. dataset.json then
 lists the files and the splits "sft_train" and "sft_val", and states a fingerprint of shards, masks
 and tokenizer under "sft". Without --val-source, --val-fraction of the conversations are held out
-before weights apply; the generated tasks hold out words and pairs of numbers.
+before weights apply; the generated tasks hold out words and pairs of numbers. What is in both splits is left out
+of training.
 """
 
 import argparse
@@ -48,7 +50,6 @@ from dataset import (
     file_entry,
     lock_folder,
     new_folder,
-    overlap_note,
     read_dataset,
     run,
     sha256_file,
@@ -69,7 +70,7 @@ from sources import (
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 SPELLING_COUNT = 10_000
 GENERATED = {
     "spelling": r"(?P<file>.+?)(:(?P<count>[1-9][0-9]{0,7}))?",
@@ -89,11 +90,28 @@ Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text
 # ==== conversations
 
 
+def find_messages(value: Any) -> Any:
+    """The list of {"role", "content"} in the forms that datasets have: see the top."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("instruction") is not None:
+        question = "\n\n".join(text for text in (value["instruction"], value.get("input")) if text)
+        return conversation(question, value.get("output"))["messages"]
+    if value.get("conversations") is not None:
+        names = {"human": "user", "gpt": "assistant"}
+        turns = [(turn.get("from"), turn.get("value")) for turn in value["conversations"]]
+        return [{"role": names.get(name, name), "content": text} for name, text in turns]
+    return value.get("messages")
+
+
 def check_messages(value: Any) -> list[Message]:
     """A conversation in its plain form; ValueError with what is wrong with it."""
-    messages = value.get("messages") if isinstance(value, dict) else None
+    try:
+        messages = find_messages(value)
+    except (AttributeError, TypeError):  # parts that are no dict or text
+        messages = None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('there is no list "messages" of {"role", "content"}')
+        raise ValueError('there is no list "messages" of {"role", "content"}, nor ShareGPT\'s or Alpaca\'s form')
     result: list[Message] = []
     system: list[str] = []  # texts for the next message of the user
     for number, message in enumerate(messages, 1):
@@ -201,7 +219,7 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
     path = NAMED.get(path, path)
-    files = tuple(find_files(path, SUFFIXES))
+    files = tuple(find_files(path, suffixes=SUFFIXES, skip_bad=args.skip_bad))
     names = path if is_hub(path) else ",".join(file.identity[0] for file in files)
     prefix = "gsm8k:" if kind == "gsm8k" else ""
     return ChatSource(kind, f"{prefix}{names}:{weight:g}", weight, files)
@@ -215,7 +233,7 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSourc
         fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
     count = int(match["count"] or SPELLING_COUNT)
     # All of a --val-source is validation.
-    val_count = count if flag == "--val-source" else max(1, round(count * args.val_fraction))
+    val_count = count if flag == "--val-source" else held_out_count(count, args)
     if kind == "spelling":
         path = Path(match["file"])
         words = tuple(read_words(path, flag))
@@ -230,7 +248,7 @@ def read_source(source: ChatSource, split: str, seed: int) -> Iterator[Record]:
     """The records of a source; of the generated kinds those of a split."""
     if source.kind == "chat":
         for file in source.files:
-            yield from records(file.fetch(), ("messages",))
+            yield from records(file.fetch())
     elif source.kind == "gsm8k":
         for file in source.files:
             yield from records(file.fetch(), ("question", "answer"))
@@ -435,20 +453,29 @@ def read_splits(
         if not val_sources and source.kind in GENERATED:
             val += encode_source(source, "val", encoding, args, tallies["val"])
         elif not val_sources:
-            count = max(1, round(args.val_fraction * len(conversations)))
-            held_out = set(rng.choice(len(conversations), count, replace=False).tolist())
-            val += [each for n, each in enumerate(conversations) if n in held_out]
-            conversations = [each for n, each in enumerate(conversations) if n not in held_out]
+            count = held_out_count(len(conversations), args)
+            chosen = set(rng.choice(len(conversations), count, replace=False).tolist())
+            val += [each for n, each in enumerate(conversations) if n in chosen]
+            conversations = [each for n, each in enumerate(conversations) if n not in chosen]
         train += weigh(conversations, source.weight, rng)
     for i, source in enumerate(val_sources):
         conversations = encode_source(source, "val", encoding, args, tallies["val"])
         val += weigh(conversations, source.weight, np.random.default_rng([args.seed, 1, i]))
-    splits = {"train": train, "val": val}
+    held_out = {tokens.tobytes() for tokens, _ in val}
+    splits = {"train": [each for each in train if each[0].tobytes() not in held_out], "val": val}
+    tallies["train"]["repeated"] = len(train) - len(splits["train"])
     for i, (split, conversations) in enumerate(splits.items()):
         if not conversations:
-            fail(f"no {split} conversation is left; give more, larger weights or --val-source")
+            fail(f"no {split} conversation is left; give more different ones, larger weights or --val-source")
         np.random.default_rng([args.seed, 2, i]).shuffle(conversations)
     return splits, tallies
+
+
+def held_out_count(total: int, args: argparse.Namespace) -> int:
+    """How many of the conversations of a source are validation."""
+    if args.val_fraction:
+        return max(1, round(args.val_fraction * total))
+    return max(1, round(0.01 * total), min(50, total // 20))  # 1 % of few would say little
 
 
 def weigh(
@@ -541,8 +568,8 @@ def build(args: argparse.Namespace) -> None:
             f"{args.max_len:,} tokens, {tally['dropped']:,} with no answer left and "
             f"{tally['bad']:,} bad ones skipped"
         )
-    if note := overlap_note(out, tokenizer.bos_id(encoding), "sft"):
-        print(f"note: {note}")
+    if repeated := tallies["train"]["repeated"]:
+        print(f"left out of training: {repeated:,} conversations that are also in the validation split")
     print(f"wrote {out / 'sft'}")
 
 
@@ -560,8 +587,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
     add("--source", required=True, action="append", metavar="SPEC", help="conversations, see above; repeatable")
     add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
-    held_out = "held-out fraction without --val-source [%(default)s]"
-    add("--val-fraction", type=float, default=0.01, help=held_out)
+    held_out = "held-out fraction without --val-source (default: 0.01, of few 0.05 up to 50 conversations)"
+    add("--val-fraction", metavar="F", type=float, help=held_out)
     max_len = "maximum tokens of a conversation; longer ones are truncated [%(default)s]"
     add("--max-len", type=int, default=2048, help=max_len)
     add("--skip-bad", action="store_true", help="skip malformed conversations, and count them")

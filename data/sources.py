@@ -5,8 +5,9 @@
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
     pypi:p34, p100     pinned wheels of Python projects: see data/pypi.py
-    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, also in subfolders of FOLDER; a comma-separated
-                       list is read in order, or with --interleave all files side by side
+    PATH, GLOB, FOLDER .jsonl, .jsonl.gz, .jsonl.zst, .parquet and text (.txt, .md, .py, ...), also in subfolders of
+                       FOLDER; of several --source, or a comma-separated list, the files are read in order, or with
+                       --interleave side by side
 
 Run it to look at documents:  python data/sources.py --source stdlib --show 2
 """
@@ -25,8 +26,8 @@ import random
 import sys
 import sysconfig
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -37,18 +38,23 @@ from typing import Any, BinaryIO
 
 import hub
 import pypi
-from dataset import fail, run, sha256_file
+from dataset import fail, read_json, run, sha256_file
 from pypi import cut_chunks
 
 HUB_SOURCES = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",
     "fineweb-edu": "hf:karpathy/fineweb-edu-100b-shuffle/shard_*.parquet",
 }
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TEXT = tuple(
+    ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .py .pyi .c .h .cc .cpp .hpp .cs .css .go .java "
+    ".js .jsx .ts .tsx .kt .lua .php .pl .r .rb .rs .scala .sh .sql .swift".split()
+)
 HUB_FILES = 40  # default number of training files, about 2 billion tokens of climbmix
 HUB_VAL_DOCUMENTS = 10_000  # of the last file, which has some 50 million tokens
 STDLIB_CHUNK = 6_000  # characters
 TEXT_CHUNK = 12_000  # characters
+LITTLE_TEXT = 5_000_000  # bytes of files; 1 % of less is too little to validate on
 STDLIB_VAL_FRACTION = 0.05
 
 
@@ -80,24 +86,25 @@ class Source:
     The arguments are the flags of these names. User errors end the script before any text is read.
     """
 
-    source: str
+    source: list[str]
     val_source: str | None = None
     text_field: str = "text"
-    val_fraction: float = 0.01
+    val_fraction: float | None = None  # of files on this machine; None: 1 %, of little text 5 %
     max_files: int = HUB_FILES  # of Hugging Face
     max_documents: int | None = None  # of source
     max_bytes: int | None = None  # of source, in UTF-8
     val_documents: int | None = None
     workers: int = 1
     interleave: bool = False
+    skip_bad: bool = False
 
     # What identifies the text: identities of files, after "val" those of val_source.
     inputs: list[list[Any]] = field(init=False)
     files: list[File] = field(init=False, default_factory=list)
     val_files: list[File] = field(init=False, default_factory=list)
     corpus: pypi.Corpus | None = field(init=False, default=None)
-    # The skipped documents without text, by file, in the latest pass over it.
-    empty: dict[str, int] = field(init=False, default_factory=dict)
+    # Documents without text and, with skip_bad, malformed lines, by file, in the latest pass over it.
+    skipped: dict[Path, int] = field(init=False, default_factory=dict)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Source":
@@ -106,25 +113,31 @@ class Source:
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     def __post_init__(self) -> None:
-        is_pypi = self.source.startswith("pypi:")
-        if self.interleave and (self.source == "stdlib" or is_pypi or is_hub(self.source)):
-            fail(f"--interleave is for files on this machine, --source is {self.source}; leave it out")
-        if self.source == "stdlib":
+        first = self.source[0]
+        named = [spec for spec in self.source if spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)]
+        if named and len(self.source) > 1:
+            fail(f"--source {named[0]} cannot be read together with others; give it alone")
+        if named and self.interleave:
+            fail(f"--interleave is for files on this machine, --source is {first}; leave it out")
+        if first == "stdlib":
             self.inputs = [stdlib_identity()]
-        elif is_pypi:
-            self.inputs, self.corpus = pypi.open_set(self.source, self.workers)
+        elif first.startswith("pypi:"):
+            self.inputs, self.corpus = pypi.open_set(first, self.workers)
         else:
             self.open_files()
         if self.val_source is not None:
             self.open_val_source()
+        if self.val_fraction is None:
+            size = min(sum(file.identity[1] for file in self.files), self.max_bytes or LITTLE_TEXT)
+            self.val_fraction = 0.05 if self.splits_source() and size < LITTLE_TEXT else 0.01
 
     def open_files(self) -> None:
         """The files of source. Of a Hugging Face dataset the last one is validation, if val_source names no other."""
-        self.files = find_files(self.source)
-        if is_hub(self.source):
+        self.files = find_files(*self.source, skip_bad=self.skip_bad)
+        if is_hub(self.source[0]):
             if self.val_source is None:
                 if len(self.files) < 2:
-                    fail(f"--source {self.source} has one file but needs 2; give --val-source")
+                    fail(f"--source {self.source[0]} has one file but needs 2; give --val-source")
                 self.val_files = [self.files.pop()]
             self.files = self.files[: self.max_files]
         self.inputs = [file.identity for file in self.files + self.val_files]
@@ -134,7 +147,7 @@ class Source:
         if self.val_source == "stdlib":
             val_inputs = [stdlib_identity()]
         else:
-            self.val_files = find_files(self.val_source)
+            self.val_files = find_files(self.val_source, skip_bad=self.skip_bad)
             if self.val_source in HUB_SOURCES:
                 self.val_files = self.val_files[-1:]
             val_inputs = [file.identity for file in self.val_files]
@@ -152,10 +165,10 @@ class Source:
         """The documents to validate on."""
         limit = self.val_documents
         if self.val_files:
-            documents = read_files(self.val_files, self.text_field, self.empty)
+            documents = self.read_files(self.val_files)
             if limit is None and self.val_source is None:
                 limit = HUB_VAL_DOCUMENTS
-        elif "stdlib" in (self.source, self.val_source):
+        elif "stdlib" in (*self.source, self.val_source):
             documents = stdlib_documents("val")
         elif self.corpus:
             documents = map(bytes.decode, self.corpus.val)
@@ -176,15 +189,67 @@ class Source:
 
     def read_source(self) -> Iterator[str]:
         """The documents of source, up to max_documents and max_bytes."""
-        if self.source == "stdlib":
+        if self.source == ["stdlib"]:
             documents = stdlib_documents("train")
         elif self.corpus:
             documents = map(bytes.decode, self.corpus.train)
         elif self.interleave and len(self.files) > 1:
-            documents = interleave_files(self.files, self.text_field, self.empty)
+            documents = self.interleave_files()
         else:
-            documents = read_files(self.files, self.text_field, self.empty)
+            documents = self.read_files(self.files)
         return limited(documents, self.max_documents, self.max_bytes)
+
+    def read_files(self, files: list[File]) -> Iterator[str]:
+        """Every document of the files, in order; up to four files are prefetched."""
+        for path in in_threads(File.fetch, files, workers=4, max_pending=5):
+            yield from self.documents_in(path)
+
+    def interleave_files(self) -> Iterator[str]:
+        """Every document, always from the file of which the smallest fraction was read so far.
+
+        So every stretch of the text holds all files in proportion to their bytes.
+        """
+        paths = [file.fetch() for file in self.files]
+        allow_open_files(len(paths))
+        sizes = self.text_sizes
+        readers = [self.documents_in(path) for path in paths]
+        heap = [(0.0, i) for i in range(len(paths))]  # (fraction read, file)
+        while heap:
+            fraction, i = heap[0]
+            text = next(readers[i], None)
+            if text is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (fraction + len(text.encode()) / sizes[i], i))
+                yield text
+
+    @functools.cached_property  # each split is a pass of its own
+    def text_sizes(self) -> list[int]:
+        """Bytes of text in each file."""
+        print(f"counting the text of {len(self.files)} files, to read them side by side", file=sys.stderr)
+        documents = [self.documents_in(file.fetch()) for file in self.files]
+        return [sum(len(text.encode()) for text in texts) for texts in documents]
+
+    def documents_in(self, path: Path) -> Iterator[str]:
+        """Every document of a file that has text."""
+        self.skipped[path] = 0
+        documents = self.field_documents(path) if has_ending(path, RECORDS) else text_documents(path)
+        for text in documents:
+            if not text or text.isspace():
+                self.skipped[path] += 1
+            else:
+                yield clean(text)
+
+    def field_documents(self, path: Path) -> Iterator[str]:
+        """The text field of each line or row, null as an empty document, like what skip_bad skips."""
+        for where, value, problem in records(path, (self.text_field,)):
+            text = value.get(self.text_field, 0) if isinstance(value, dict) else 0
+            if not problem and text is not None and not isinstance(text, str):
+                found = ", ".join(list(value)[:9]) if isinstance(value, dict) else type(value).__name__
+                problem = f"it has no string field {self.text_field!r} (found: {found}), see --text-field"
+            if problem and not self.skip_bad:
+                fail(f"{where}: {problem}; correct or remove the line, or skip such lines with --skip-bad")
+            yield "" if problem else text or ""
 
 
 def is_hub(spec: str) -> bool:
@@ -238,40 +303,62 @@ def clean(text: str) -> str:
 # ==== files
 
 
-def find_files(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
-    """The files of a path, glob, folder or list of them, of climbmix, fineweb-edu or hf:REPO/GLOB, in their order."""
+def find_files(
+    *specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_bad: bool = False
+) -> list[File]:
+    """The files of climbmix, fineweb-edu or hf:REPO/GLOB, or of paths, globs and folders, in their order."""
+    spec = specs[0]
     if not is_hub(spec):
-        return [File(identify(path), str(path)) for path in local_paths(spec, suffixes)]
+        paths = without_binaries(local_paths(specs, suffixes), skip_bad)
+        return [File(identify(path), str(path)) for path in paths]
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3:
         fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
     repo, pattern = "/".join(parts[:2]), parts[2]
     commit, files = hub.list_files(repo)
-    names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(suffixes))
+    kinds = tuple(suffix for suffix in suffixes if suffix not in TEXT[1:])  # a README.md belongs to no text
+    names = sorted(name for name in files if fnmatch(name, pattern) and has_ending(name, kinds))
     if not names:
-        fail(f"--source {spec}: no {', '.join(suffixes)} file of {repo} matches {pattern!r}; check the pattern")
+        fail(f"--source {spec}: no {', '.join(kinds)} file of {repo} matches {pattern!r}; check the pattern")
     return [File([f"{repo}/{name}", *files[name]], name, repo, commit) for name in names]
 
 
-def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a comma-separated list of paths, globs and folders names, in order."""
+def has_ending(path: Path | str, suffixes: str | tuple[str, ...]) -> bool:
+    """Whether a name ends with one of the suffixes, in small or capital letters."""
+    return str(path).lower().endswith(suffixes)
+
+
+def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that paths, globs and folders name, in order; a single spec may be a comma-separated list of them.
+
+    A file of another kind is an error if it is named, and skipped, with a note, if a glob or a folder holds it.
+    """
     endings = ", ".join(suffixes)
+    if len(specs) == 1 and not os.path.lexists(specs[0]):
+        specs = list(filter(None, map(str.strip, specs[0].split(","))))
     paths: list[Path] = []
-    for part in filter(None, map(str.strip, spec.split(","))):
-        pattern = escape(part) if os.path.lexists(part) else part  # a name may look like a pattern
+    skipped: Counter[str] = Counter()
+    for part in specs:
+        is_named = os.path.lexists(part)
         is_folder = Path(part).is_dir()
+        pattern = escape(part) if is_named else part  # a name may look like a pattern
         # glob passes over hidden files, such as the ._NAME of a Mac.
         found = sorted(map(Path, glob(f"{pattern}/**" if is_folder else pattern, recursive=True)))
-        found = [path for path in found if not path.is_dir() and (path.name.endswith(suffixes) or not is_folder)]
+        found = [path for path in found if not path.is_dir()]
         if not found and not is_folder:
             fail(f"--source {part} matches no file; check the path, or see --help for other sources")
-        paths += found
+        others = [path.suffix.lower() or "without ending" for path in found if not has_ending(path, suffixes)]
+        if others and is_named and not is_folder:
+            fail(f"--source file {part} has an unknown ending; use one of {endings}")
+        skipped.update(others)
+        paths += [path for path in found if has_ending(path, suffixes)]
+    if skipped:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common())
+        print(f"skipped files of other kinds: {kinds}", file=sys.stderr)
     if not paths:
-        fail(f"--source {spec} holds no {endings} file; check the path")
+        fail(f"--source {', '.join(specs)} holds no {endings} file; check the path")
     seen: set[Path] = set()
     for path in paths:
-        if not path.name.endswith(suffixes):
-            fail(f"--source file {path} has an unknown ending; use one of {endings}")
         if not path.exists():
             fail(f"--source file {path} is a link to a file that does not exist; restore the file or remove the link")
         if path.resolve() in seen:
@@ -280,28 +367,31 @@ def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
     return paths
 
 
+def without_binaries(paths: list[Path], skip_bad: bool) -> list[Path]:
+    """The files of text and lines of JSON, but for those that are UTF-16 or of another format."""
+    binaries = [path for path in paths if is_binary(path)]
+    names = ", ".join(map(str, binaries))
+    if binaries and not skip_bad:
+        advice = "convert them to UTF-8, or leave them out with --skip-bad"
+        fail(f"{len(binaries):,} of {len(paths):,} files hold UTF-16 or no text: {names}; {advice}")
+    if binaries:
+        print(f"skipped files that hold UTF-16 or no text: {names}", file=sys.stderr)
+    return [path for path in paths if path not in binaries]
+
+
+def is_binary(path: Path) -> bool:
+    """Whether there is a zero in the first bytes of a file, as there is in no text in UTF-8."""
+    if has_ending(path, ".parquet"):
+        return False
+    with contextlib.suppress(EOFError, zlib.error, OSError), open_lines(path) as f:
+        return b"\0" in f.read(2**16)
+    return False
+
+
 def identify(path: Path) -> list[Any]:
     """[name, size in bytes, sha256]: what tells that a file was exchanged."""
     digest = sha256_file(path)
     return [path.name, path.stat().st_size, digest]
-
-
-def read_files(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document of the files, in order; up to four files are prefetched."""
-    for path in in_threads(File.fetch, files, workers=4, max_pending=5):
-        yield from documents_in(path, text_field, empty)
-
-
-def documents_in(path: Path, text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document of a file; those without text are skipped, and counted in empty[file]."""
-    is_text = path.name.endswith(".txt")
-    documents = text_documents(path) if is_text else field_documents(path, text_field)
-    empty[str(path)] = 0
-    for text in documents:
-        if not text or text.isspace():
-            empty[str(path)] += 1
-        else:
-            yield clean(text)
 
 
 def in_threads(
@@ -324,26 +414,6 @@ def in_threads(
             threads.shutdown(cancel_futures=True)
 
 
-def interleave_files(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document, always from the file of which the smallest fraction was read so far.
-
-    So every stretch of the text holds all files in proportion to their bytes.
-    """
-    paths = tuple(file.fetch() for file in files)
-    allow_open_files(len(paths))
-    sizes = count_text(paths, text_field)
-    readers = [documents_in(path, text_field, empty) for path in paths]
-    heap = [(0.0, i) for i in range(len(paths))]  # (fraction read, file)
-    while heap:
-        fraction, i = heap[0]
-        text = next(readers[i], None)
-        if text is None:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (fraction + len(text.encode()) / sizes[i], i))
-            yield text
-
-
 def allow_open_files(count: int) -> None:
     """Raises the limit of open files of this process (1,024 on most systems) if it is too low."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
@@ -356,19 +426,18 @@ def allow_open_files(count: int) -> None:
             fail(f"--interleave opens {count} files at a time, the system allows {hard}; raise ulimit -n or join files")
 
 
-@functools.cache  # each split is a pass of its own
-def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
-    """Bytes of text in each file."""
-    print(f"counting the text of {len(paths)} files, to read them side by side", file=sys.stderr)
-    documents = [documents_in(path, text_field, {}) for path in paths]
-    return [sum(len(text.encode()) for text in texts) for texts in documents]
+def records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str]]:
+    """(where it stands, value, "" or what is wrong with it) for each line or row of a file, or entry of a JSON list.
 
-
-def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
-    """(where it stands, value, "" or what is wrong with it) for each line or row of a file."""
-    if path.name.endswith(".parquet"):
+    columns: those of a Parquet file to read; without them, all
+    """
+    if has_ending(path, ".parquet"):
         for number, row in enumerate(parquet_rows(path, columns), 1):
             yield f"{path} row {number}", row, ""
+        return
+    if has_ending(path, ".json") and path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        for number, value in enumerate(read_json(path), 1):
+            yield f"{path} entry {number}", value, ""
         return
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
@@ -380,18 +449,6 @@ def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, st
             yield where, None, f"it is not valid JSON ({problem})"
 
 
-def field_documents(path: Path, text_field: str) -> Iterator[str]:
-    """The text field of each line or row, null as an empty document; anything else is an error."""
-    for where, value, problem in records(path, (text_field,)):
-        if problem:
-            fail(f"{where}: {problem}; correct or remove the line")
-        text = value.get(text_field, 0) if isinstance(value, dict) else 0
-        if text is not None and not isinstance(text, str):
-            found = ", ".join(list(value)[:9]) if isinstance(value, dict) else type(value).__name__
-            fail(f"{where} has no string field {text_field!r} (found: {found}); choose another with --text-field")
-        yield text or ""
-
-
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts
     may hold U+2028 and the like, which str.splitlines would break. A file that ends early is an
@@ -400,8 +457,6 @@ def read_lines(path: Path) -> Iterator[bytes]:
     try:
         with open_lines(path) as f:
             for line in f:
-                if number == 0 and b"\0" in line:
-                    fail(f"{path} is UTF-16 or no text; convert it to UTF-8")
                 number += 1
                 yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, OSError) as problem:
@@ -410,11 +465,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 def open_lines(path: Path) -> BinaryIO:
     """A plain, .gz or .zst file, unpacked; an empty archive ends the script."""
-    if path.name.endswith((".gz", ".zst")) and not path.stat().st_size:
+    if has_ending(path, (".gz", ".zst")) and not path.stat().st_size:
         fail(f"{path} is empty; fetch it again")
-    if path.name.endswith(".gz"):
+    if has_ending(path, ".gz"):
         return gzip.open(path)
-    if not path.name.endswith(".zst"):
+    if not has_ending(path, ".zst"):
         return open(path, "rb")
     import pyarrow
 
@@ -433,7 +488,7 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any
                 if column not in names:
                     found = ", ".join(names)
                     fail(f"{path} has no column {column!r} (found: {found}); choose another file or --text-field")
-            for batch in file.iter_batches(1024, columns=list(columns)):
+            for batch in file.iter_batches(1024, columns=list(columns) or None):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
@@ -442,31 +497,35 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any
 def text_documents(path: Path) -> Iterator[str]:
     """Documents of a text file: it is split at lines that hold only <|endoftext|>, and cut at a
     blank line (else at a line) into chunks of at most TEXT_CHUNK characters, a longer single line
-    excepted."""
+    excepted. As in data/pypi.py, a byte order mark goes, and every line ends in "\\n"."""
     chunk: list[str] = []
     length = 0
-    warned = False
-    for line in read_lines(path):
-        text = line.decode("utf-8", "replace") + "\n"
-        if not warned and "\ufffd" in text and "\ufffd".encode() not in line:
-            warned = True
-            print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
-        if text.strip() == "<|endoftext|>":
-            if chunk:
-                yield "".join(chunk)
-            chunk = []
-            length = 0
-            continue
-        while chunk and length + len(text) > TEXT_CHUNK:
-            blank = [i for i, s in enumerate(chunk) if not s.strip()]
-            cut = blank[-1] + 1 if blank and blank[-1] >= len(chunk) // 4 else len(chunk)
-            yield "".join(chunk[:cut])
-            chunk = chunk[cut:]
-            length = sum(map(len, chunk))
-        chunk.append(text)
-        length += len(text)
+    with open(path, encoding="utf-8-sig", errors="replace") as f:
+        for line in f:
+            if "\ufffd" in line:
+                warn_of_encoding(path)
+            if line.strip() == "<|endoftext|>":
+                if chunk:
+                    yield "".join(chunk)
+                chunk = []
+                length = 0
+                continue
+            text = line.removesuffix("\n") + "\n"
+            while chunk and length + len(text) > TEXT_CHUNK:
+                blank = [i for i, s in enumerate(chunk) if not s.strip()]
+                cut = blank[-1] + 1 if blank and blank[-1] >= len(chunk) // 4 else len(chunk)
+                yield "".join(chunk[:cut])
+                chunk = chunk[cut:]
+                length = sum(map(len, chunk))
+            chunk.append(text)
+            length += len(text)
     if chunk:
         yield "".join(chunk)
+
+
+@functools.cache  # once for a file that is read several times
+def warn_of_encoding(path: Path) -> None:
+    print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
 
 
 # ==== the Python standard library
@@ -522,13 +581,14 @@ def stdlib_documents(part: str) -> Iterator[str]:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
-    kinds = "text to read: stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
-    add("--source", required=True, help=kinds)
+    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, or a path, glob or folder"
+    add("--source", required=True, action="append", help=f"text to read: {kinds} (repeatable)")
     add("--text-field", default="text", help="JSON field or parquet column of the text [%(default)s]")
     add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")
     add("--max-documents", type=int, help="maximum number of documents (default: all)")
     add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
     add("--interleave", action="store_true", help="local files side by side, not one after the other")
+    add("--skip-bad", action="store_true", help="skip malformed lines and files in UTF-16 or without text")
 
 
 def check_flags(args: argparse.Namespace, **minimums: int) -> None:
@@ -538,8 +598,8 @@ def check_flags(args: argparse.Namespace, **minimums: int) -> None:
         value = getattr(args, flag, None)
         if value is not None and value < minimum:
             fail(f"--{flag.replace('_', '-')} must be at least {minimum}, found {value}")
-    fraction = getattr(args, "val_fraction", 0.01)
-    if not 0 < fraction <= 0.5:
+    fraction = getattr(args, "val_fraction", None)
+    if fraction is not None and not 0 < fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
 
 

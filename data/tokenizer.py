@@ -3,7 +3,6 @@
     python data/tokenizer.py train --source climbmix --out tokenizer.json
     python data/tokenizer.py train --source climbmix --pattern qwen2 --out tokenizer.json
     python data/tokenizer.py show --tokenizer tokenizer.json --text "Hello world"
-    python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json
 
 tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of
@@ -12,7 +11,6 @@ each token's bytes; the index is the id and the merge rank], "special_tokens": {
 
 import argparse
 import base64
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -48,6 +46,7 @@ PATTERNS = {
     "gpt2": GPT2_PATTERN,
 }
 VOCAB_SIZE = 32_768
+SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)  # all bytes
 DOC_CAP = 10_000  # maximum characters of a document to train on, so that no book shapes the merges
 MAX_CHARS = 2_000_000_000
 HINT = "train it again with data/tokenizer.py"
@@ -63,16 +62,19 @@ TEST_TEXT += "\n\n\n\n \n".join(chr(c) * 60 for c in range(32, 127))
 
 def train(
     documents: Iterable[str],
-    vocab_size: int,
+    vocab_size: int | None,
     max_chars: int = MAX_CHARS,
     doc_cap: int = DOC_CAP,
     pattern: str = PATTERN,
 ) -> dict:
-    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json."""
+    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json.
+
+    vocab_size None: VOCAB_SIZE, or less if the text is too small for that.
+    """
     import rustbpe
 
-    check_vocab_size(vocab_size)
-    num_ranks = vocab_size - len(SPECIAL_TOKENS)
+    check_vocab_size(vocab_size or VOCAB_SIZE)
+    num_ranks = (vocab_size or VOCAB_SIZE) - len(SPECIAL_TOKENS)
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(truncate(documents, max_chars, doc_cap), num_ranks, pattern=pattern)
     pairs = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
@@ -80,16 +82,21 @@ def train(
     ranks = list(dict.fromkeys(bytes(token) for token, _ in pairs))
     if len(ranks) < num_ranks:
         limit = len(ranks) + len(SPECIAL_TOKENS)
-        fail(f"the text is too small for --vocab-size {vocab_size}: only {limit} entries; give more text or that size")
+        # A word of its own for everything in the text would teach nothing.
+        fitting = max(SMALLEST_VOCAB, 2 ** (limit // 4).bit_length())
+        if vocab_size:
+            advice = f"give more text or a smaller size, such as {fitting}"
+            fail(f"the text is too small for --vocab-size {vocab_size}: only {limit} entries; {advice}")
+        print(f"note: the text is small, so the vocabulary has {fitting:,} entries and not {VOCAB_SIZE:,}")
+        num_ranks = fitting - len(SPECIAL_TOKENS)
     special = {name: num_ranks + i for i, name in enumerate(SPECIAL_TOKENS)}
-    return make_spec(pattern, ranks, special)
+    return make_spec(pattern, ranks[:num_ranks], special)
 
 
 def check_vocab_size(vocab_size: int) -> None:
     """Ends the script unless a vocabulary of this size holds all bytes and special tokens, and fits into uint16."""
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if not smallest <= vocab_size <= MAX_VOCAB:
-        fail(f"--vocab-size {vocab_size} is out of range; give {smallest} to {MAX_VOCAB}")
+    if not SMALLEST_VOCAB <= vocab_size <= MAX_VOCAB:
+        fail(f"--vocab-size {vocab_size} is out of range; give {SMALLEST_VOCAB} to {MAX_VOCAB}")
 
 
 def truncate(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
@@ -238,43 +245,14 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
     return make_spec(GPT2_PATTERN, sorted(ranks, key=ranks.get), {"<|endoftext|>": len(ranks)})
 
 
-# ==== measuring
-
-
-def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
-    """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and
-    the fraction of the tokens that are not valid UTF-8 alone (parts of a character)."""
-    encoding = load(path)
-    ranks = read_spec(path)[1]
-    counts = np.zeros(encoding.n_vocab, dtype=np.int64)
-    words = 0
-    seconds = 0.0
-    for text in documents:
-        start = time.perf_counter()
-        tokens = encode(encoding, text)
-        seconds += time.perf_counter() - start
-        counts += np.bincount(tokens, minlength=len(counts))
-        words += len(text.split())
-    total = int(counts.sum())
-    if not words:
-        fail("the source holds no text to measure on; choose another --source")
-    size = int(counts @ token_bytes(path))
-    # Bytes that are no UTF-8 alone decode to other ones.
-    is_part = [token.decode(errors="replace").encode() != token for token in ranks]
-    return {
-        "tokens": total,
-        "bytes": size,
-        "bytes_per_token": size / total,
-        "tokens_per_word": total / words,
-        "seconds": seconds,
-        "partial_utf8_fraction": int(counts[: len(ranks)][is_part].sum()) / total,
-    }
-
-
-def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
-    """--pattern, which pretrain.py has too."""
-    what = "split pattern of a new tokenizer (default: gpt4)"
-    parser.add_argument("--pattern", choices=PATTERNS, help=what)
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a new tokenizer that pretrain.py has too."""
+    add = parser.add_argument
+    held_out = "held-out fraction of local files: 1 document in round(1 / F) (default: 0.01, 0.05 below 5 MB)"
+    add("--val-fraction", metavar="F", type=float, help=held_out)
+    size = f"entries of a new tokenizer, special tokens included (default: {VOCAB_SIZE}, or less for little text)"
+    add("--vocab-size", type=int, help=size)
+    add("--pattern", choices=PATTERNS, help="split pattern of a new tokenizer (default: gpt4)")
 
 
 def main() -> None:
@@ -288,10 +266,6 @@ def main() -> None:
     elif args.command == "gpt2":
         sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
-    elif args.command == "eval":
-        source = Source.of(args)
-        documents = source.train() if args.split == "train" else source.val()
-        print(json.dumps(evaluate(args.tokenizer, documents)))
     else:
         start = time.perf_counter()
         documents = Source.of(args).train()
@@ -299,31 +273,25 @@ def main() -> None:
         spec = train(documents, args.vocab_size, args.max_chars, args.doc_cap, pattern)
         sha = write_json(args.out, spec)
         seconds = time.perf_counter() - start
-        print(f"trained {args.vocab_size} entries in {seconds:.1f} s: {args.out} (sha256 {sha})")
+        entries = len(spec["ranks"]) + len(spec["special_tokens"])
+        print(f"trained {entries} entries in {seconds:.1f} s: {args.out} (sha256 {sha})")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, show and measure tokenizers.")
+    parser = argparse.ArgumentParser(description="Train and show tokenizers.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     p = commands.add_parser("train", help="train a tokenizer on a source")
     add_source_flags(p)
-    add_pattern_flag(p)
+    add_training_flags(p)
     add = p.add_argument
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, special tokens included [%(default)s]")
     add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on [%(default)s]")
     add("--doc-cap", type=int, default=DOC_CAP, help="maximum characters of a document [%(default)s]")
-    add("--val-fraction", type=float, default=0.01, help="held-out fraction of local files [%(default)s]")
     add("--out", required=True, type=Path, help="path of the new tokenizer.json")
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
     p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
     p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="text to split")
-
-    p = commands.add_parser("eval", help="measure a tokenizer on a source's validation documents")
-    add_source_flags(p)
-    p.add_argument("--tokenizer", required=True, type=Path, help="path of a tokenizer.json")
-    p.add_argument("--split", choices=["train", "val"], default="val", help="split [%(default)s]")
 
     p = commands.add_parser("gpt2", help="convert GPT-2's vocabulary")
     p.add_argument("--vocab-bpe", type=Path, help="path of GPT-2's file (default: downloaded)")

@@ -47,7 +47,7 @@ def read_pieces(names: list[str], count: int) -> list[str]:
     """As many pieces of up to 800 characters from each source, five from a document."""
     pieces = []
     for name in names:
-        texts = sources.Source(name).train()
+        texts = sources.Source([name]).train()
         found = (text[i : i + 800] for text in texts for i in range(0, min(len(text), 4000), 800))
         pieces += itertools.islice(found, count // len(names))
     return pieces

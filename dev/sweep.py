@@ -18,14 +18,17 @@ values:
     adam_lr = [0.004, 0.006, 0.008]
     "--tokens" = [17_000_000, 34_000_000]
 
-Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES chooses among them); without a GPU the runs follow each other.
+The flags of all variants are checked before the first run. Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES
+chooses among them); without a GPU the runs follow each other.
 Finished runs are kept: the same command goes on where it was stopped. Runs, table (sweep.md) and picture (sweep.png)
 lie in --out. Differences are means minus the base, with the 95 % interval and p of Welch's t-test. Cards differ by some
 percent in speed, so milliseconds of runs on different cards are a hint only.
 """
 
 import argparse
+import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -46,6 +49,7 @@ from files import UserError, write_atomic  # noqa: E402
 from metrics import read_log, split_log  # noqa: E402
 from significance import welch  # noqa: E402
 from text import p_text, table  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 BASE = "base"
 KEYS = ("script", "flags", "seeds", "variants", "grid")
@@ -78,6 +82,7 @@ class Job:
 class Work:
     """What the threads share."""
 
+    bar: tqdm
     todo: queue.Queue = field(default_factory=queue.Queue)
     running: set = field(default_factory=set)
     stopped: bool = False
@@ -178,6 +183,18 @@ def plan(sweep: Sweep, out: Path) -> list[Job]:
     return jobs
 
 
+def check_flags(script: Path, variants: dict[str, list[str]]) -> None:
+    """Reads the flags of every variant as the script will. Raises UserError about the first that is wrong"""
+    sys.path.insert(0, str(script.parent))
+    module = importlib.import_module(script.stem)
+    for name, flags in variants.items():
+        try:
+            with contextlib.chdir(ROOT):  # where runs start
+                module.make_config(module.build_parser().parse_args(flags))
+        except module.UserError as error:
+            raise UserError(f"the variant {name}: {error}") from None
+
+
 def train(job: Job, script: Path, gpu: str, work: Work) -> None:
     """Trains a run on a GPU ("": whatever the script finds), or reads what an earlier call left."""
     digest = hashlib.sha256(script.read_bytes()).hexdigest()
@@ -203,7 +220,7 @@ def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
     if gpu:
         env["CUDA_VISIBLE_DEVICES"] = gpu
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=env, text=True, cwd=ROOT, **pipes)
+    process = subprocess.Popen(command, env=env, text=True, errors="replace", cwd=ROOT, **pipes)
     work.running.add(process)
     if work.stopped:
         process.terminate()
@@ -235,7 +252,8 @@ def take_jobs(gpu: str, script: Path, work: Work) -> None:
             job.error = f"{job.run_dir} cannot be read or written ({error})"
         if not work.stopped:
             end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
-            print(f"{job.variant}, seed {job.seed}: {end}", flush=True)
+            work.bar.write(f"{job.variant}, seed {job.seed}: {end}", file=sys.stdout)
+            work.bar.update()
 
 
 def find_gpus() -> list[str]:
@@ -248,8 +266,8 @@ def find_gpus() -> list[str]:
     return (names or [str(index) for index in range(count)])[:count] or [""]
 
 
-def run_all(jobs: list[Job], script: Path) -> None:
-    work = Work()
+def run_all(jobs: list[Job], script: Path, bar: tqdm) -> None:
+    work = Work(bar)
     for job in jobs:
         work.todo.put(job)
     threads = [threading.Thread(target=take_jobs, args=(gpu, script, work)) for gpu in find_gpus()]
@@ -371,8 +389,10 @@ def main(argv: list[str] | None = None) -> int:
 
     out = args.out or ROOT / "out" / args.file.stem
     jobs = plan(sweep, out)
+    check_flags(sweep.script, {job.variant: job.flags for job in jobs})
     print(f"{len(jobs)} runs: {len(sweep.variants)} variants, seeds {sweep.seeds}, in {out}")
-    run_all(jobs, sweep.script)
+    with tqdm(total=len(jobs), unit="run", file=sys.stdout) as bar:
+        run_all(jobs, sweep.script, bar)
 
     rows = rows_of(jobs)
     table = table_text(rows)

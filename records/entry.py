@@ -38,8 +38,8 @@ def device_class(device: str) -> str:
 
 def folders() -> list[Path]:
     """The folders of baselines/, by name."""
-    paths = [path for path in files.BASELINES.iterdir() if path.is_dir()]
-    return sorted(path for path in paths if not path.name.startswith("."))
+    paths = sorted(files.BASELINES.glob("*"))  # none where there is no folder, as git keeps no empty one
+    return [path for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
 def read_record(folder: Path) -> dict:

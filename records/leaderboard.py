@@ -193,12 +193,14 @@ def draw() -> list[Path]:
     others = README.with_name("head_to_head.png")
     losses = README.with_name("training.png")
     rows = rows_of(main_dataset)
-    plots.draw_today({f"{main_dataset.upper()}: 34 M tokens of Python": (rows, [])}, ours)
     panels = {
         "B34: 34 M tokens of prose": (rows_of("b34"), quotes["rows"]),
         "94 M tokens of prose": ([], quotes["head_to_head"]),
     }
     plots.draw_today(panels, others)
+    if not rows:
+        return [others]
+    plots.draw_today({f"{main_dataset.upper()}: 34 M tokens of Python": (rows, [])}, ours)
     plots.draw_rows(rows, losses)
     return [ours, others, losses]
 

@@ -34,12 +34,13 @@ from lib.checkpoint import (
     open_dataset,
     stage_config,
 )
-from lib.command import RunError, run_command
+from lib.command import RunError, run_command, say
 
 # Packs per step: fewer than in pretraining, as there are few conversations.
 PACKS = {"train_small": 8, "train_medium": 16}
 # Initial rates as a fraction of the base rate: nanochat's, and less for an eighth of the batch.
 RATES = {"train_small": 0.8, "train_medium": 0.3}
+MIN_STEPS = 20  # fewer deserve a note
 
 
 # ---- conversations
@@ -112,6 +113,10 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     job = make_job(script, config, dataset, settings)
     if args.steps is None and config.tokens == base.tokens:
         job.config = dataclasses.replace(job.config, tokens=job.available)
+        steps = job.config.num_steps
+        if steps < MIN_STEPS:
+            fewer = max(1, packs * steps // MIN_STEPS)
+            say(f"note: few steps ({steps}); make more of them with --packs {fewer}, or with --max-epochs")
     return job
 
 

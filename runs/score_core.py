@@ -123,6 +123,8 @@ def score_run(args: argparse.Namespace) -> dict:
     if not core_files(dataset):
         command = f"python data/core_tasks.py --download --data {dataset.root}"
         raise RunError(f"{dataset.root} has no CORE tasks; run {command}, or name another dataset with --data")
+    limits = args.limit, dataset.info.get("core", {}).get("limit")  # the files may have been limited
+    args.limit = min(filter(None, limits), default=None)
     bos_id = dataset.tokenizer.bos_id
     max_seq_len = model.config.max_seq_len
     size = args.batch_tokens or default_batch_tokens(ranks.device)

@@ -265,7 +265,7 @@ def test_one_graph(data, model, monkeypatch):
     torch._dynamo.reset()
 
 
-def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
+def test_subset_has_the_shots_of_the_full_run(data, bundle, model, trained, tmp_path):
     """The first N items score alike in a full run, in a limited one, and in files that hold N items only."""
     root = shutil.copytree(data, tmp_path / "data")
     assert python("data/core_tasks.py", "--bundle", bundle, "--data", root, "--limit", 5).returncode == 0
@@ -276,6 +276,8 @@ def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
             assert found.tolist() == scores[:5].tolist() and len(part.examples) == 5
             for a, b in zip(part.examples, full.examples, strict=False):
                 assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    result = ran(score_core.main, shutil.copytree(trained, tmp_path / "run"), "--data", root, *SMALL)
+    assert "core_estimate" in result and "core" not in result, "files of 5 items give no CORE"
 
 
 def test_mistakes(data, bundle, tmp_path):

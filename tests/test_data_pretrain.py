@@ -75,9 +75,9 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def settings(corpus: Path, name: str) -> list[object]:
+def settings(corpus: Path, name: str, *source: object) -> list[object]:
     return [
-        *("--source", corpus / "train.jsonl", "--val-source", corpus / "val.jsonl", "--name", "x"),
+        *("--source", *(source or [corpus / "train.jsonl"]), "--val-source", corpus / "val.jsonl", "--name", "x"),
         *("--tokenizer", corpus / "tokenizer.json", "--shard-tokens", 60_000, "--out", corpus / name),
     ]
 
@@ -203,7 +203,7 @@ def test_interleaved_files(corpus, tmp_path):
     long, short = ["long " * 10] * 40, ["short " * 10] * 20
     sources = f"{write_jsonl(tmp_path / 'a.jsonl', long)},{write_jsonl(tmp_path / 'b.jsonl', short)}"
     out = tmp_path / "mixed"
-    flags = [*settings(corpus, "mixed"), "--source", sources, "--out", out, "--workers", 1]
+    flags = [*settings(corpus, "mixed", sources), "--out", out, "--workers", 1]
     result = run(*flags, "--interleave")
     assert result.returncode == 0, result.stderr
     encoding = tokenizer.load(corpus / "tokenizer.json")
@@ -212,7 +212,7 @@ def test_interleaved_files(corpus, tmp_path):
     assert len(texts) == 60 and all(texts[i : i + 6].count(short[0]) in (1, 2, 3) for i in range(0, 60, 6))
     assert "already complete" in run(*flags, "--interleave").stdout
     expect_error(run(*flags), "--interleave", True, None)
-    expect_error(run(*flags, "--interleave", "--source", "shards:x"), "--interleave is for text")
+    expect_error(run(*settings(corpus, "x", "shards:x"), "--interleave"), "--interleave is for text")
 
 
 def test_second_run_and_other_settings(corpus):
@@ -220,40 +220,33 @@ def test_second_run_and_other_settings(corpus):
     result = run(*settings(corpus, "plain"))
     assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
-    changed = ["--source", corpus / "val.jsonl", "--val-source", "stdlib"]
-    expect_error(run(*settings(corpus, "plain"), *changed), "source files")
+    changed = settings(corpus, "plain", corpus / "val.jsonl")
+    expect_error(run(*changed, "--val-source", "stdlib"), "other source files")
     other = corpus / "other.json"
     dataset.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
     assert snapshot(corpus / "plain") == before
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_a_corrected_line_does_not_cost_the_finished_shards(corpus, tmp_path, is_changed):
-    """A build stopped at a broken line, which is right now. Shards behind a text that changed too are written anew."""
-    texts = make_texts(1500)
+def test_a_malformed_line_does_not_cost_the_finished_shards(corpus, tmp_path):
+    """The build that stopped there continues with --skip-bad; without the line it is another source."""
     out = tmp_path / "out"
-    source = write_jsonl(tmp_path / "train.jsonl", texts)
-    raw = source.read_bytes().split(b"\n")
-    source.write_bytes(b"\n".join([*raw[:1200], b'{"text": "broken', *raw[1200:]]))
-    flags = [*settings(corpus, "x"), "--source", source, "--workers", 1, "--out"]
-    expect_error(run(*flags, out), "train.jsonl line 1201: it is not valid JSON")
-
+    source = write_jsonl(tmp_path / "train.jsonl", make_texts(1500))
+    good = source.read_bytes()
+    lines = good.split(b"\n")
+    source.write_bytes(b"\n".join([*lines[:1200], b'{"text": "broken', *lines[1200:]]))
+    flags = [*settings(corpus, "x", source), "--workers", 1, "--out"]
+    expect_error(run(*flags, out), "train.jsonl line 1201: it is not valid JSON", "--skip-bad")
     shards = dataset.read_json(out / "progress.json")["shards"]["train"]
     assert len(shards) > 4
-    kept = shards
-    if is_changed:
-        # The second shard holds it.
-        texts[shards[0]["documents"] + 3] = "another text"
-        kept = shards[:1]
-    write_jsonl(source, texts)
-    before = [(out / shard["path"]).stat().st_ino for shard in kept]
-    result = run(*flags, out)
-    assert result.returncode == 0, result.stderr
-    assert f"the source has changed: {len(kept)} of {len(shards)} train shards" in result.stdout
-    assert [(out / shard["path"]).stat().st_ino for shard in kept] == before
-    assert run(*flags, tmp_path / "fresh").returncode == 0
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    before = [(out / shard["path"]).stat().st_ino for shard in shards]
+    source.write_bytes(good)
+    expect_error(run(*flags, out), "was built from other source files")
+    source.write_bytes(b"\n".join([*lines[:1200], b'{"text": "broken', *lines[1200:]]))
+    result = run(*flags, out, "--skip-bad")
+    assert result.returncode == 0 and "skipped 1 empty documents or malformed lines" in result.stdout, result.stderr
+    assert [(out / shard["path"]).stat().st_ino for shard in shards] == before
+    assert snapshot(out) == snapshot(corpus / "plain")
 
 
 def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
@@ -313,7 +306,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     assert info["vocab_size"] == 400 and info["splits"]["val"]["documents"] == 15
     assert info["splits"]["train"]["documents"] == 285
     # The tokenizer saw only training text.
-    train = sources.Source(str(source), val_fraction=0.05).train()
+    train = sources.Source([str(source)], val_fraction=0.05).train()
     assert dataset.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
 
 
@@ -322,7 +315,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
     (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
     (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
-    (["--source", "{tmp}/two.jsonl"], ["too small", "--vocab-size 32768"]),
+    (["--source", "{tmp}/two.jsonl", "--vocab-size", "32768"], ["too small", "--vocab-size 32768", "such as 265"]),
     (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json", "check the path"]),
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),

@@ -189,10 +189,10 @@ def test_parquet_and_hub(data, tmp_path):
 def test_gsm8k(data, tmp_path):
     """<<expression=result>> becomes a counted call and an uncounted output; a note without either goes."""
     answer = "She has 3*4 = <<3*4=12>>12 eggs,\n<<a=b=7>> <<=5>><<>>so\n#### 12"
-    path = write_jsonl(tmp_path / "g.jsonl", [{"question": " How many? ", "answer": answer}] * 3)
+    path = write_jsonl(tmp_path / "g.jsonl", [{"question": " How many? ", "answer": answer}])
     parts = [("text", "She has 3*4 = "), ("python", "3*4"), ("python_output", "12"), ("text", "12 eggs,\n"),
              ("python", "a=b"), ("python_output", "7"), ("text", " "), ("text", "so\n#### 12")]  # fmt: skip
-    run_sft(data, "--source", f"gsm8k:{path}:2", "--val-fraction", 0.5)
+    run_sft(data, "--source", f"gsm8k:{path}:2", "--val-source", write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")]))
     found = as_set(read_split(data, "train"))
     value = chat("How many?", [{"type": kind, "text": text} for kind, text in parts])
     assert found == as_set([reference(value, ts.Tokenizer(data / "tokenizer.json"))] * found.total())
@@ -259,6 +259,9 @@ def test_addition(data):
 BAD = [
     ({"messages": []}, "no answer"),
     ({"messages": ["hello"]}, 'no list "messages"'),
+    ({"conversations": ["hello"]}, 'no list "messages"'),
+    ({"instruction": 5, "output": "b"}, 'no list "messages"'),
+    ({"instruction": "a"}, r"message 2 \(assistant\) has no text"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "message 1 has the role None"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool', expected 'user'"),
     (chat("a"), "no answer"),
@@ -309,7 +312,7 @@ def test_user_errors(data, tmp_path):
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
         (["--source", f"{path}:1000000000"], "at most 1000"),
         (["--source", "addition:0"], "or addition:COUNT[:DIGITS]"),
-        (["--source", one], "no train conversation is left; give more, larger weights or --val-source"),
+        (["--source", one], "no train conversation is left; give more different ones, larger weights or --val-source"),
         (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),
@@ -322,10 +325,40 @@ def test_user_errors(data, tmp_path):
     assert "complete dataset" in run_sft(tmp_path, "--source", path, code=1)
 
 
-def test_the_same_conversations_in_both_splits_are_said(data, tmp_path):
+def test_validation_conversations_are_left_out_of_training(data, tmp_path):
     values = random_conversations(20)
     train = write_jsonl(tmp_path / "c.jsonl", values)
     val = write_jsonl(tmp_path / "v.jsonl", [*values[:3], chat("only", "here")])
-    out = run_sft(data, "--source", train, "--val-source", val)
-    assert "note: 3 of 4 conversations of the validation split are also in the training split" in out
-    assert "note" not in run_sft(data, "--source", train)
+    out = run_sft(data, "--source", f"{train}:2", "--val-source", val)
+    assert "left out of training: 6 conversations" in out
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values[3:] * 2)
+    assert "left out" not in run_sft(data, "--source", train)
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(40, 2), (3000, 50), (6000, 60)])
+def test_of_few_conversations_more_are_held_out(data, tmp_path, count, held_out):
+    run_sft(data, "--source", write_jsonl(tmp_path / "c.jsonl", [chat(f"{i}", "z") for i in range(count)]))
+    assert len(read_split(data, "val")) == held_out
+
+
+def test_forms_of_other_datasets(data, tmp_path):
+    """A bare list, ShareGPT, Alpaca, and a file that is one JSON list, as text and as Parquet."""
+    first, second = chat("a", "b"), chat("task\n\ninput", "c")
+    turns = [{"from": name, "value": text} for name, text in (("human", "a"), ("gpt", "b"))]
+    forms = [
+        first["messages"],
+        {"id": 1, "conversations": turns},
+        {"instruction": "task", "input": "input", "output": "c"},
+        {"instruction": "a", "input": "", "output": "b"},
+    ]
+    expected = [first, first, second, first]
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
+    (tmp_path / "x.json").write_text(json.dumps(forms), encoding="utf-8-sig")
+    for i, form in enumerate(forms[1:]):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([form]), tmp_path / f"{i}.parquet")
+    for path, values in ((write_jsonl(tmp_path / "x.jsonl", forms), expected), (tmp_path / "x.json", expected),
+                         (tmp_path / "[0-9].parquet", expected[1:])):  # fmt: skip
+        run_sft(data, "--source", path, "--val-source", val)
+        assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values)

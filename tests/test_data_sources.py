@@ -45,7 +45,7 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
         path.write_bytes(b"".join(map(zstandard.compress, frames)))
     elif name.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.table({"n": range(len(texts)), field: texts}), path, row_group_size=2)
-    elif name.endswith(".txt"):
+    elif name.endswith(".Md"):
         path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
     else:
         path.write_bytes(lines)
@@ -53,7 +53,8 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
 
 
 def read(spec: object, val: object = "stdlib", **options) -> list[str]:
-    return list(sources.Source(str(spec), str(val) if val else None, **options).train())
+    specs = [str(each) for each in (spec if isinstance(spec, list) else [spec])]
+    return list(sources.Source(specs, str(val) if val else None, **options).train())
 
 
 def expect_error(action, *parts: object) -> None:
@@ -68,9 +69,12 @@ def test_forms_give_the_same_documents(tmp_path, ending):
     assert read(write(tmp_path / f"y.{ending}", TEXTS, "body"), text_field="body") == TEXTS
 
 
-def test_txt(tmp_path):
-    path = write(tmp_path / "x.txt", TEXTS[:4])
-    assert read(path) == [t + "\n" for t in TEXTS[:4]]
+def test_text(tmp_path, capsys):
+    path = write(tmp_path / "x.Md", TEXTS[:4])
+    expected = [*(t + "\n" for t in TEXTS[:3]), "a\nb\nc\n"]
+    assert read(path) == expected
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r"))
+    assert read(path) == expected, "without byte order mark and \\r"
     paragraph = "word " * 100 + "\n"
     path.write_text((paragraph * 5 + "\n") * 30, encoding="utf-8")
     documents = read(path)
@@ -80,17 +84,25 @@ def test_txt(tmp_path):
     documents = read(path)  # what stays after the cut at the blank line is too long with the next line
     assert "".join(documents) == path.read_text() and len(documents) == 3 and max(map(len, documents)) <= 12_000
     path.write_bytes(b"caf\xe9\n")  # not UTF-8
-    assert read(path) == ["caf\ufffd\n"]
+    source = sources.Source([str(path)], "stdlib")
+    assert list(source.train()) == list(source.train()) == ["caf\ufffd\n"]
+    assert capsys.readouterr().err.count("x.Md is not UTF-8 everywhere") == 1, "one warning for two passes"
 
 
-def test_lists_globs_and_folders(tmp_path):
+def test_lists_globs_and_folders(tmp_path, capsys):
     a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
-    (tmp_path / "notes.md").write_text("not data")
-    assert read(f"{b},{a}") == ["3", "1", "2"]
-    assert read(tmp_path) == ["1", "2", "3"]
+    for name in ("notes.docx", "UPPER.DOCX", "x.png"):
+        (tmp_path / name).write_text("not data")
+    assert read(f"{b},{a}") == read([b, a]) == ["3", "1", "2"]
+    assert read(tmp_path) == read(tmp_path / "*") == ["1", "2", "3"]
+    assert capsys.readouterr().err == "skipped files of other kinds: 2 .docx, 1 .png\n" * 2
+    comma = write(tmp_path / "d,e.jsonl", ["4"])
+    assert read(comma) == ["4"] and read([comma, a]) == ["4", "1", "2"]
+    comma.unlink()
+    expect_error(lambda: read([a, "stdlib"]), "stdlib cannot be read together with others")
     assert read(tmp_path / "*.jsonl") == ["1", "2"]
     expect_error(lambda: read(tmp_path / "*.gz"), "matches no file", "*.gz")
-    expect_error(lambda: read(tmp_path / "notes.md"), "unknown ending", "notes.md")
+    expect_error(lambda: read(tmp_path / "notes.docx"), "unknown ending", "notes.docx")
     expect_error(lambda: read(f"{a},{a}"), "twice")
     expect_error(lambda: read(f"{a},{tmp_path}/../{tmp_path.name}/a.jsonl"), "twice")
     copy = shutil.copy(a, tmp_path / "copy.jsonl")
@@ -120,7 +132,7 @@ import resource, sys
 import sources
 soft, hard, spec = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-print(sum(1 for text in sources.Source(spec, "stdlib", interleave=True).train()))
+print(sum(1 for text in sources.Source([spec], "stdlib", interleave=True).train()))
 """
 
 
@@ -130,6 +142,12 @@ def test_more_files_than_may_be_open(tmp_path):
     run = lambda hard: python("-c", OPEN_FILES, 100, hard, tmp_path, env={**os.environ, "PYTHONPATH": str(DATA)})
     assert run(300).stdout == "300\n"
     assert "opens 150 files at a time, the system allows 200; raise ulimit -n" in run(200).stderr
+
+
+def test_a_console_that_lacks_letters(tmp_path):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = python(DATA / "sources.py", "--source", write(tmp_path / "x.jsonl", TEXTS[2:4]), "--split", "val", env=env)
+    assert done.returncode == 0 and "gr??e ?? ?" in done.stdout, done.stderr
 
 
 def test_a_wide_zstd_window_opens(tmp_path):
@@ -163,13 +181,14 @@ def test_a_file_of_the_wrong_kind(tmp_path, ending):
 def test_malformed_lines_are_named(tmp_path, line, parts):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a\xe2\x80\xa8b"}\n\n' + line + b'\n{"text": "d"}\n')
-    expect_error(lambda: read(path), path, *parts)
+    expect_error(lambda: read(path), path, *parts, "--skip-bad")
+    assert read(path, skip_bad=True) == ["a\u2028b", "d"]
 
 
 def test_parquet_columns(tmp_path):
     path = write(tmp_path / "x.parquet", ["a"])
     expect_error(lambda: read(path, text_field="body"), path, "body", "text", "--text-field")
-    expect_error(lambda: read(path, text_field="n"), path, "no string field 'n'")
+    expect_error(lambda: read(path, text_field="n"), path, "no string field 'n'", "--text-field")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
     assert read(path) == ["a", "b"]
 
@@ -178,22 +197,25 @@ def test_empty_and_unencodable_documents(tmp_path):
     """Null is an empty document, in JSON lines as in parquet."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": null}\n{"text": " \\n"}\n{"text": "a\\ud800b"}\n')
-    source = sources.Source(str(path), "stdlib")
+    source = sources.Source([str(path)], "stdlib")
     for _ in range(2):
         assert list(source.train()) == ["ok", "a?b"]
-        assert sum(source.empty.values()) == 3, "of the latest pass, not of all"
+        assert sum(source.skipped.values()) == 3, "of the latest pass, not of all"
 
 
 def test_split_is_a_fixed_partition(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
-    source = sources.Source(str(write(tmp_path / "x.jsonl", texts)), val_fraction=0.02)
+    source = sources.Source([str(write(tmp_path / "x.jsonl", texts))], val_fraction=0.02)
     train, val = list(source.train()), list(source.val())
     assert len(val) == 20 and sorted(train + val) == sorted(texts) and not set(train) & set(val)
     positions = [texts.index(t) % 50 for t in val]
     assert len(set(positions)) > 5  # spread, not one fixed position
     assert list(source.val()) == val
-    two = sources.Source(str(write(tmp_path / "y.jsonl", ["a", "b"])))
+    two = sources.Source([str(write(tmp_path / "y.jsonl", ["a", "b"]))])
     assert (list(two.train()), list(two.val())) == (["b"], ["a"])
+    for count, held_out in ((100, 5), (1000, 10)):  # 0.5 and 5 MB
+        path = write(tmp_path / f"{count}.jsonl", [f"{i}" + "x" * 5000 for i in range(count)])
+        assert len(list(sources.Source([str(path)]).val())) == held_out
 
 
 def test_limits(tmp_path):
@@ -201,10 +223,10 @@ def test_limits(tmp_path):
     assert read(path, max_documents=2) == ["aaaa", "\u00fc\u00fc"]
     assert read(path, max_bytes=8) == ["aaaa", "\u00fc\u00fc"]
     assert read(path, max_bytes=7) == ["aaaa"]
-    val = sources.Source("stdlib", str(path), val_documents=3).val()
+    val = sources.Source(["stdlib"], str(path), val_documents=3).val()
     assert list(val) == ["aaaa", "\u00fc\u00fc", "c"]
     # Both splits come from the first documents only.
-    both = sources.Source(str(path), max_documents=3)
+    both = sources.Source([str(path)], max_documents=3)
     assert sorted([*both.train(), *both.val()]) == ["aaaa", "c", "\u00fc\u00fc"]
 
 
@@ -220,27 +242,27 @@ def test_interleave_reads_files_side_by_side(tmp_path):
     assert read(spec) == [f"a{i}" * 5 for i in range(4)] + ["b0" * 4, "b1" * 6]
     assert read(spec, interleave=True, max_documents=3) == order[:3]
     # Without validation text of its own, it is held out of the same order.
-    source = sources.Source(spec, val_fraction=0.34, interleave=True)
+    source = sources.Source([spec], val_fraction=0.34, interleave=True)
     assert sorted([*source.train(), *source.val()]) == sorted(order)
     assert next(source.val()) == order[0]
-    expect_error(lambda: sources.Source("stdlib", interleave=True), "--interleave is for files")
+    expect_error(lambda: sources.Source(["stdlib"], interleave=True), "--interleave is for files")
 
 
 def test_inputs_notice_a_changed_file(tmp_path):
     path = write(tmp_path / "x.jsonl", ["abc"])
-    before = sources.Source(str(path)).inputs
-    assert before == sources.Source(str(path)).inputs
+    before = sources.Source([str(path)]).inputs
+    assert before == sources.Source([str(path)]).inputs
     path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
-    assert before != sources.Source(str(path)).inputs
+    assert before != sources.Source([str(path)]).inputs
 
 
 def test_stdlib():
     names = sources.stdlib_files()
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= set(names) and names == sorted(names)
     assert not [n for n in names if "/test" in n or "site-packages" in n or n.startswith("idlelib")]
-    source = sources.Source("stdlib")
+    source = sources.Source(["stdlib"])
     train, val = list(source.train()), list(source.val())
-    assert train == list(sources.Source("stdlib", "stdlib").train()), "the same again, and it keeps its parts apart"
+    assert train == list(sources.Source(["stdlib"], "stdlib").train()), "the same again, and it keeps its parts apart"
     assert sum(map(len, train)) > 4e6 and 0.01 < sum(map(len, val)) / sum(map(len, train)) < 0.12
     assert not set(train) & set(val)
     long = [d for d in train + val if len(d) > 6000]
@@ -293,7 +315,7 @@ HUB_PROGRAM = """
 import json, sys
 import sources
 spec, val, limit = json.loads(sys.argv[1])
-source = sources.Source(spec, val, max_files=limit)
+source = sources.Source([spec], val, max_files=limit)
 print(json.dumps([list(source.train()), list(source.val()), source.inputs]))
 """
 
@@ -343,11 +365,13 @@ def test_hub_sources(tmp_path):
             assert result.stderr.splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "txt"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_utf16_is_refused(tmp_path, ending, encoding):
-    """With a byte order mark and without one."""
-    path = tmp_path / f"x.{ending}"
+def test_utf16_is_refused(tmp_path, encoding, capsys):
+    """With a byte order mark and without one. One error names all such files, --skip-bad leaves them out."""
     raw = '{"text": "\u4f60\u597d, a text"}\n'.encode(encoding)
-    path.write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
-    expect_error(lambda: read(path), path, "UTF-16", "convert it to UTF-8")
+    odd = [tmp_path / f"x.{ending}" for ending in ("jsonl", "jsonl.gz", "txt")]
+    for path in odd:
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    write(tmp_path / "good.jsonl", ["good"])
+    expect_error(lambda: read(tmp_path), *odd, "3 of 4 files hold UTF-16", "convert them to UTF-8", "--skip-bad")
+    assert read(tmp_path, skip_bad=True) == ["good"] and str(odd[2]) in capsys.readouterr().err

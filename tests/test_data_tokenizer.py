@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from commands import sentence
 from processes import python
 
 DATA = Path(__file__).parents[1] / "data"
@@ -83,11 +84,15 @@ def test_deterministic_and_capped():
 
 
 def test_too_little_text_says_how_much():
-    with pytest.raises(SystemExit) as e:
-        tokenizer.train(["ab ab ab"], 1000)
-    most = int(e.value.code.split("only ")[1].split()[0])
+    most = int(sentence(tokenizer.train, ["ab ab ab"], 1000).split("only ")[1].split()[0])
     assert 265 < most < 275
     assert len(tokenizer.train(["ab ab ab"], most)["ranks"]) == most - 9
+    assert len(tokenizer.train(["ab ab ab"], None)["ranks"]) == 256
+    rng = random.Random(0)
+    texts = [" ".join(["".join(rng.choices("abcdefgh", k=9))] * 2) for _ in range(2000)]
+    most = int(sentence(tokenizer.train, texts, 60_000).split("only ")[1].split()[0])
+    size = len(tokenizer.train(texts, None)["ranks"]) + 9
+    assert most / 4 < size <= most / 2 and size in (1024, 2048, 4096, 8192), "a power of two that fits"
     for bad in (264, 65537):
         with pytest.raises(SystemExit, match=str(bad)):
             tokenizer.train(SAMPLE, bad)
@@ -206,15 +211,6 @@ def test_commands(tmp_path, path):
     out = tmp_path / "t.json"
     result = run("train", "--source", source, "--vocab-size", 300, "--out", out)
     assert result.returncode == 0 and tokenizer.load(out).n_vocab == 300, result.stderr
-
-    result = run("eval", "--tokenizer", out, "--source", source, "--split", "train")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    train = SAMPLE[1:]  # of 300 documents 3 are held out; the first is one of them
-    assert found["bytes"] < sum(len(t.encode()) for t in train)
-    assert found["bytes_per_token"] == found["bytes"] / found["tokens"] and found["tokens_per_word"] > 1
-    assert 0 < found["partial_utf8_fraction"] < 0.5 and found["seconds"] > 0
-
     result = run("show", "--tokenizer", out, "--text", "<|bos|> 12")
     assert result.returncode == 0 and "300 entries" in result.stdout
 

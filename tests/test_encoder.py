@@ -231,6 +231,7 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     assert "multiple of an even --head-dim" in stops(te.main, *base, *tiny_flags(head_dim=15))
     assert "fit into a pack" in stops(te.main, *base, *tiny_flags(max_seq_len=200))
     assert "allow repeats" in stops(te.main, *base, *tiny_flags(steps=10**6))
+    assert "--val-tokens is '0': input should be greater" in stops(te.main, *base, *tiny_flags(val_tokens=0))
     assert not (tmp_path / "new").exists()
     assert "already holds a run" in stops(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
     for others in ("--steps 9", f"--steps {te.Config.steps}", "--size small"):
@@ -484,6 +485,11 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     copy = shutil.copytree(finetuned, tmp_path / "edited")
     (copy / "train_small.py").write_text("another one")
     assert "began with another version of train_small.py" in stops(ft.main, "--resume", "--run-dir", copy)
+    description = json.loads((copy / "config.json").read_text())
+    older = {key: description[key] for key in description if key not in ("finetune_encoder", "sha256")}
+    (copy / "config.json").write_text(json.dumps(older))
+    for words in (("--resume", "--run-dir", copy), (copy, "--val-pairs", some_pairs, "--score-only")):
+        assert f"{copy} is of an older version" in stops(ft.main, *words)
     for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
         error = stops(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
         assert error.endswith(f"error: unrecognized arguments: {others}")

@@ -290,6 +290,15 @@ def test_moments(base, moments):
         assert torch.equal(moment, theirs[name] * moments) and theirs[name].any(), name
 
 
+def test_few_steps_are_said(base, capsys):
+    count = len(job(base).reader.packs)
+    assert capsys.readouterr().out == "", "packs of 4 make enough steps"
+    assert job(base, "--packs", count).config.num_steps == 1
+    assert f"few steps (1); make more of them with --packs {count // 20}" in capsys.readouterr().out
+    job(base, "--packs", count, "--steps", 2)
+    assert capsys.readouterr().out == "", "asked for"
+
+
 def test_flags_come_last(base):
     """What is set wins over the schedule of finetuning, the source's recipe over the defaults."""
     config = job(base, "--steps", 3, "--lr", 0.3, cooldown=0.4).config
@@ -446,7 +455,7 @@ def test_bad_masks(change, base, data, tmp_path):
 
 def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
-    run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
+    run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat(f"{i} " * 40, "the " * 40) for i in range(3)]))
     words = ["holds a conversation of", "the model's context is 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 

@@ -233,15 +233,20 @@ def test_templates_by_hand(name, turn, end, answer):
     assert text == turn.format("user") + "Hi" + end + turn.format("assistant") + answer + end
 
 
-def test_lora_keeps_the_type_of_what_it_freezes(folder, tmp_path, monkeypatch):
-    """A base in bf16 stays so, its adapters are fp32."""
+def test_types_of_a_base_in_bf16(folder, tmp_path, monkeypatch):
+    """What LoRA freezes stays bf16, what is trained is fp32, the export is bf16 and says so."""
     random_model(MODELS["qwen"]).bfloat16().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     seen = []
     monkeypatch.setattr(ft, "finish", lambda run: seen.extend(run.model.parameters()))
-    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
-    assert call(main, *words, "--lora-rank", 2, "--steps", 2)[0] == 0
-    assert {(p.requires_grad, p.dtype) for p in seen} == {(True, torch.float32), (False, torch.bfloat16)}
+    words = ["sft", f"@{folder}/sft.toml", "--model-name", tmp_path / "model", "--steps", 2, "--run-dir"]
+    for run, *more in ((tmp_path / "lora", "--lora-rank", 2), (tmp_path / "full",)):
+        seen.clear()
+        assert call(main, *words, run, *more)[0] == 0
+        frozen = {(False, torch.bfloat16)} if more else set()
+        assert {(p.requires_grad, p.dtype) for p in seen} == {(True, torch.float32)} | frozen
+        assert {t.dtype for t in tensors_of(run / "model").values()} == {torch.bfloat16}
+        assert json.loads((run / "model/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_texts_end_with_the_end_of_text():
@@ -527,6 +532,9 @@ def test_resume_bit_for_bit(request, tmp_path, kind, damage):
         ours = tensors_of(run_dir / part)
         theirs = tensors_of(reference / part)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if kind == "lora":
+        note = "note: the run had ended; with more steps"
+        assert note in call(main, "--resume", "--run-dir", run_dir, "--steps", 7)[1] and note not in out
 
 
 def test_sigterm_saves_and_ends(folder, reference, tmp_path, monkeypatch):

@@ -393,8 +393,9 @@ def checkout(tmp_path_factory) -> Path:
     row = json.dumps({"text": text[:20000]}) + "\n"
     (root / "val.jsonl").write_text(row)
     (root / "text/some.jsonl.zst").write_bytes(zstandard.compress((row * 20).encode()))
-    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "def nothing():"}]
-    (root / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 60)
+    answer = {"role": "assistant", "content": "def nothing():"}
+    talks = [{"messages": [{"role": "user", "content": f"Hello {i}"}, answer]} for i in range(60)]
+    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, talks)))
     author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     for words in (["init", "-q"], ["add", "runs", "train_small.py"], [*author, "commit", "-qm", "clone"]):
         subprocess.run(["git", "-C", root, *words], check=True)

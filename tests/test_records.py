@@ -253,7 +253,7 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
     assert "run_0, copy are runs of one recipe, some with the same seed" in refused(compare, runs[0], copy)
 
 
-def test_write_leaderboard(repo, folders):
+def test_write_leaderboard(repo, folders, monkeypatch):
     """Both tracks of the toy: the record that came first, and the worse one, which losses and pictures are of."""
     before = (repo / "records" / "README.md").read_text()
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
@@ -278,6 +278,11 @@ def test_write_leaderboard(repo, folders):
     record.write_text(kept.replace('"seed": 2', '"seed": 5'))
     assert "2026-11-22_a-low-rate does not verify" in refused(leaderboard)
     record.write_text(kept)
+    assert (repo / "records" / "README.md").read_text() == written
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "BASELINES", repo / "none")
+        assert "README.md: is written" in run(leaderboard) and "[2026" not in (repo / "records/README.md").read_text()
+    run(leaderboard)
     assert (repo / "records" / "README.md").read_text() == written
 
 

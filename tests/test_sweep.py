@@ -18,21 +18,30 @@ from tiny import ROOT, TINY
 
 # Stands for a training script: bits per byte follow from its flags, a learning rate of 9 diverges.
 SCRIPT = """
-import json, os, sys, time
+import argparse, json, os, sys, time
 from pathlib import Path
-words = sys.argv[1:]
-run_dir = Path(words[words.index("--run-dir") + 1])
-seed = int(words[words.index("--seed") + 1])
-sets = dict(w.lstrip("-").split("=", 1) for w in words if "=" in w)
-run_dir.mkdir(parents=True)
-(run_dir / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-if sets.get("lr") == "9":
-    sys.exit("error: the loss became nan")
-time.sleep(float(sets.get("wait", 0)))
-bpb = 1.2 + 0.001 * seed + float(sets.get("lr", 0)) + (0.01 * seed**2 if "mudd-width" in sets else 0)
-steps = [{"step": i + 1, "loss": 1.0, "step_ms": 900.0 if i == 0 else 50.0 + seed} for i in range(5)]
-(run_dir / "log.jsonl").write_text("\\n".join(map(json.dumps, [*steps, {"step": 5, "val_bpb": bpb}])))
-(run_dir / "result.json").write_text(json.dumps({"val_bpb": bpb}))
+class UserError(Exception):
+    pass
+def build_parser():
+    return argparse.Namespace(parse_args=list)
+def make_config(words):
+    if "--typo" in words:
+        raise UserError("unknown flag --typo")
+def main(words):
+    run_dir = Path(words[words.index("--run-dir") + 1])
+    seed = int(words[words.index("--seed") + 1])
+    sets = dict(w.lstrip("-").split("=", 1) for w in words if "=" in w)
+    run_dir.mkdir(parents=True)
+    (run_dir / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if sets.get("lr") == "9":
+        sys.exit("error: the loss became nan")
+    time.sleep(float(sets.get("wait", 0)))
+    bpb = 1.2 + 0.001 * seed + float(sets.get("lr", 0)) + (0.01 * seed**2 if "mudd-width" in sets else 0)
+    steps = [{"step": i + 1, "loss": 1.0, "step_ms": 900.0 if i == 0 else 50.0 + seed} for i in range(5)]
+    (run_dir / "log.jsonl").write_text("\\n".join(map(json.dumps, [*steps, {"step": 5, "val_bpb": bpb}])))
+    (run_dir / "result.json").write_text(json.dumps({"val_bpb": bpb}))
+if __name__ == "__main__":
+    main(sys.argv[1:])
 """
 FILE = """
 script = "{script}"
@@ -77,7 +86,8 @@ def test_runs_table_and_picture(files, tmp_path, capsys):
     assert picture.shape[1] > 800 and picture.std() > 0.02
     used = {path.read_text() for path in (tmp_path / "out").glob("*/gpu")}
     assert used <= {"3", "5"} and len(list((tmp_path / "out").glob("*/gpu"))) == 15
-    assert "15 runs: 5 variants" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "15 runs: 5 variants" in out and "15/15 [" in out
 
 
 def test_resumes(files, tmp_path, capsys):
@@ -134,9 +144,13 @@ def test_bad_files(tmp_path, text, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_flags(files):
+def test_bad_flags(files, tmp_path):
     assert "matches no variant" in sentence(sweep.main, [*files, "--only", "zzz"])
     assert "must be whole numbers" in sentence(sweep.main, [*files, "--seeds", "a"])
+    with open(files[0], "a") as file:
+        file.write("late = [1]\n'--typo' = [1]\n")
+    assert "the variant lr=0.1 wide=1 late=1 typo=1: unknown flag --typo" in sentence(sweep.main, files)
+    assert not (tmp_path / "out").exists(), "before the first run"
 
 
 def test_gpus(monkeypatch):

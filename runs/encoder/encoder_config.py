@@ -13,39 +13,39 @@ class Config:
     train_small.py's loop, loader and optimizer read it as they read their own Config.
     """
 
-    num_layers: int = Field(12, description="number of layers; overrides --size")
-    width: int = Field(768, description="width of the hidden states")
+    num_layers: int = Field(12, ge=1, description="number of layers; overrides --size")
+    width: int = Field(768, ge=1, description="width of the hidden states")
     # Faster than 64, with the same loss.
-    head_dim: int = Field(128, description="width of an attention head")
-    mlp_width: int = Field(2048, description="hidden width of the SwiGLU")
-    max_seq_len: int = Field(1024, description="tokens in a document; longer ones are split")
+    head_dim: int = Field(128, ge=1, description="width of an attention head")
+    mlp_width: int = Field(2048, ge=1, description="hidden width of the SwiGLU")
+    max_seq_len: int = Field(1024, ge=2, description="tokens in a document; longer ones are split")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
     data: str = Field("data/shards/climbmix", description="dataset directory")
-    mask_rate: float = Field(0.2, description="fraction of tokens to mask")
-    pack_tokens: int = Field(8192, description="tokens in a pack of documents")
+    mask_rate: float = Field(0.2, gt=0, lt=1, description="fraction of tokens to mask")
+    pack_tokens: int = Field(8192, ge=1, description="tokens in a pack of documents")
     # Attention costs time for this many, present or not.
-    max_docs_per_pack: int = Field(64, description="maximum number of documents in a pack")
-    packs: int = Field(16, description="packs per step, over all GPUs")
-    max_epochs: int = Field(1, description="maximum number of passes over the text")
-    val_tokens: int = Field(1_048_576, description="number of held-out tokens to score")
+    max_docs_per_pack: int = Field(64, ge=1, description="maximum number of documents in a pack")
+    packs: int = Field(16, ge=1, description="packs per step, over all GPUs")
+    max_epochs: int = Field(1, ge=1, description="maximum number of passes over the text")
+    val_tokens: int = Field(1_048_576, ge=1, description="number of held-out tokens to score")
 
-    steps: int = Field(2600, description="optimizer steps")
-    muon_lr: float = Field(0.02, description="learning rate of matrices (NorMuon)")
-    adam_lr: float = Field(0.006, description="learning rate of the embedding (Adam)")
+    steps: int = Field(2600, ge=1, description="optimizer steps")
+    muon_lr: float = Field(0.02, gt=0, description="learning rate of matrices (NorMuon)")
+    adam_lr: float = Field(0.006, gt=0, description="learning rate of the embedding (Adam)")
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # fraction of the run over which the learning rates fall
     lr_floor: float = 0.0  # what they fall to, as a fraction of the first
 
-    seed: int = Field(0, description="seed of weights and masks")
-    eval_every: int = Field(250, description="steps between evaluations, 0: only at the end")
+    seed: int = Field(0, ge=0, description="seed of weights and masks")
+    eval_every: int = Field(250, ge=0, description="steps between evaluations, 0: only at the end")
     save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
-    log_every: int = Field(10, description="steps between lines of the log")
+    log_every: int = Field(10, ge=1, description="steps between lines of the log")
     keep_checkpoints: int = 2
-    micro_batch_tokens: int = Field(0, description="tokens of a micro-batch, 0: 65,536 on a GPU, else 8,192")
+    micro_batch_tokens: int = Field(0, ge=0, description="tokens of a micro-batch, 0: 65,536 on a GPU, else 8,192")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="dtype: auto, bfloat16 or float32")
     compile: bool = True
 

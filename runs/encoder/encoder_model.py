@@ -197,8 +197,12 @@ def build_state(config: Config, ranks, say: Callable = print):
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     """Config and config.json of an encoder run, or of one to resume. Raises: RunError"""
     description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
-    if description.get("command") not in ("train_encoder", "finetune_encoder"):
+    made_by = description.get("command")
+    if made_by not in ("train_encoder", "finetune_encoder"):
         raise RunError(f"{run_dir} is not an encoder run; name one that is")
+    if made_by == "finetune_encoder" and made_by not in description:
+        advice = "check out the git_commit in its config.json, or finetune again"
+        raise RunError(f"{run_dir} is of an older version; {advice}")
     return Config(**description["config"]), description
 
 

@@ -41,6 +41,7 @@ from pydantic import BaseModel, Field
 IGNORED = -100  # label of a token outside the loss mask
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
 COUNTS = ("documents", "tokens", "targets")  # how many of each it has
+MIN_STEPS = 20  # fewer deserve a note
 
 # ---- settings
 
@@ -182,6 +183,8 @@ def train(config: Config) -> dict:
     count = len(packs)
     total = config.steps * config.packs if config.steps else max(1, round(config.epochs * count))
     steps = math.ceil(total / config.packs)  # the last one may have fewer packs
+    if steps < MIN_STEPS and not config.steps:
+        say(f"note: few steps ({steps}); lower --packs, or raise --epochs")
     epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
     origin = [packs._fingerprint, model.num_parameters(), config.packs, config.seed]
@@ -672,6 +675,9 @@ def load_newest(run: Run) -> None:
     for moments in run.optimizer.state.values():
         moments["step"].fill_(run.progress.step)
     run.log.rewind(run.progress.step)
+    result = folder / "result.json"
+    if result.exists() and json.loads(result.read_text(encoding="utf-8"))["step"] == run.progress.step < run.steps:
+        say("note: the run had ended; with more steps the learning rate rises again")
 
 
 def export(run: Run) -> None:
@@ -683,7 +689,6 @@ def export(run: Run) -> None:
         hf = run.model
         if run.config.lora_rank:
             hf, state = merge(run.config, state)
-        hf.config.dtype = dtype
         labels = run.train[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the token that ends a text or a turn
         if last in run.tokenizer.added_tokens_decoder:
@@ -691,6 +696,8 @@ def export(run: Run) -> None:
             run.tokenizer.eos_token = run.tokenizer.convert_ids_to_tokens(last)
         state = {name: tensor.to(dtype) for name, tensor in state.items()}
         hf.save_pretrained(run.config.run_dir / "model", state_dict=state)
+        hf.config.dtype = dtype  # save_pretrained wrote that of the module
+        hf.config.save_pretrained(run.config.run_dir / "model")
         run.tokenizer.save_pretrained(run.config.run_dir / "model")
         for file in run.config.run_dir.glob("*/*.safetensors"):  # else only its owner could read it
             shutil.copymode(run.config.run_dir / "config.json", file)

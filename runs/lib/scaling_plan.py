@@ -5,6 +5,7 @@
 FLOPs are 6 x weights x tokens. The script counts the weights, with the vocabulary of the dataset.
 """
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -13,17 +14,22 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train_medium as script
 
 
-def main(flops: str, depths: str, *flags: str) -> None:
-    for depth in depths.split():
+def main() -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("flops", metavar="FLOPS", type=float, help="budget of FLOPs, e.g. 3e17")
+    parser.add_argument("depths", metavar="DEPTHS", help='numbers of layers, e.g. "8 10 12"')
+    args, flags = parser.parse_known_args()
+    for depth in args.depths.split():
         argv = ["--num-layers", depth, *flags]
         config = script.make_config(script.build_parser().parse_args(argv))
         vocab_size = script.Dataset.open(config.data).tokenizer.vocab_size
         weights = script.matmul_weights(dataclasses.replace(config, vocab_size=vocab_size))
-        print(depth, round(float(flops) / 6 / weights))
+        print(depth, round(args.flops / 6 / weights))
 
 
 if __name__ == "__main__":
     try:
-        main(*sys.argv[1:])
+        main()
     except script.UserError as error:
         sys.exit(f"error: {error}")
