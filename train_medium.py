@@ -2638,7 +2638,7 @@ class Dataset:
         root = Path(root).expanduser()
         path = root / "dataset.json"
         if not path.is_file():
-            source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
+            source = f"pypi:{root.name}" if root.name in ("p34", "p100", "p400") else "climbmix"
             way = f"`python data/pretrain.py --source {source} --out {root}`"
             raise UserError(f"no dataset at {root}; make one with {way}; `--source stdlib` needs no network")
         info = json.loads(path.read_text(encoding="utf-8"))
