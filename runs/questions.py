@@ -83,9 +83,11 @@ def ask(run: engine.Run, questions: list[dict], is_chat: bool) -> list[str]:
     """The greedy answer to each question."""
     stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],) if is_chat else ()
     options = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "stop": stop, "tools": is_chat}
+    room = run.model.config.max_seq_len - MAX_TOKENS
     completions = []
     for question in questions:
         prompt = prompt_ids(run.tokenizer, question["question"], is_chat)
+        prompt[1:-room] = []  # a short context loses the first examples
         completions.append(engine.Completion(prompt, **options))
     complete(engine.Generator(run.model, run.tokenizer), completions, "questions")
     answers = [run.tokenizer.decode(completion.tokens).strip() for completion in completions]

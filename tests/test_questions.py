@@ -55,8 +55,8 @@ def test_base_models_continue_a_list_and_chat_models_answer(bpe):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_command(bpe, tmp_path, monkeypatch, is_chat):
-    """Answers are counted by kind; a base model's ends with its line."""
-    run = write_run(tmp_path / "run", bpe, is_chat, max_seq_len=512, pack_tokens=512)
+    """Answers are counted by kind, also where the context is short; a base model's ends with its line."""
+    run = write_run(tmp_path / "run", bpe, is_chat, max_seq_len=128, pack_tokens=128)
     monkeypatch.setattr(questions, "MAX_TOKENS", 8)
     items = questions.read_questions()[::20]
     monkeypatch.setattr(questions, "read_questions", lambda: items)
