@@ -2669,7 +2669,7 @@ class Dataset:
         root = Path(root).expanduser()
         path = root / "dataset.json"
         if not path.is_file():
-            source = f"pypi:{root.name}" if root.name in ("p34", "p100") else "climbmix"
+            source = f"pypi:{root.name}" if root.name in ("p34", "p100", "p400") else "climbmix"
             way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
             others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
             if others:

@@ -2,6 +2,7 @@
 
     python data/pretrain.py --source pypi:p34 --out data/shards/p34  # 36.8 million tokens
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
+    python data/pretrain.py --source pypi:p400 --out data/shards/p400   # 387.5 million
     python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
 data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from
@@ -380,19 +381,24 @@ def band_keys(sketches: np.ndarray) -> np.ndarray:
 
 def drop_duplicates(groups: list[list[Chunk]], dropped: Counter) -> list[list[bytes]]:
     """Step 4: the texts that stay, group by group, each in the order of the hashes."""
+    groups = [sorted(group, key=lambda chunk: chunk.digest) for group in groups]
+    keys = [band_keys(np.array([chunk.sketch for chunk in group])) for group in groups]
+    # Nine of ten keys belong to one chunk and find nothing: buckets for them would take gigabytes.
+    values, counts = np.unique(np.concatenate(keys), return_counts=True)
+    shared = values[counts > 1]
     seen: set[bytes] = set()
     buckets: dict[int, list[np.ndarray]] = {}
     result = []
-    for group in groups:
+    for group, group_keys in zip(groups, keys, strict=True):
         kept = []
-        group = sorted(group, key=lambda chunk: chunk.digest)
-        all_keys = band_keys(np.array([chunk.sketch for chunk in group]))
-        for chunk, row in zip(group, all_keys, strict=True):
+        is_shared = np.isin(group_keys, shared)
+        rows = zip(group, group_keys, is_shared, strict=True)
+        for chunk, row, used in tqdm(rows, "dropping duplicates", len(group), disable=None):
             if chunk.digest in seen:
                 dropped["equal chunks"] += 1
                 continue
             seen.add(chunk.digest)
-            own_buckets = [buckets.setdefault(key, []) for key in row.tolist()]
+            own_buckets = [buckets.setdefault(key, []) for key in row[used].tolist()]
             others = itertools.chain.from_iterable(own_buckets)
             if any(np.sum(chunk.sketch == other) >= MIN_AGREEING for other in others):
                 dropped["near duplicates"] += 1
@@ -559,7 +565,7 @@ def format_lock(lock: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
     parser.add_argument("command", choices=["verify", "lock"], help="check a dataset, or rewrite pypi_lock.json")
-    parser.add_argument("set", help="name of a set: p34 or p100")
+    parser.add_argument("set", help="name of a set: p34, p100 or p400")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
     parser.add_argument("--workers", type=int, default=1, help="number of reading processes [%(default)s]")
     args = parser.parse_args()

@@ -4,7 +4,7 @@
     climbmix           Hugging Face parquet; the last file is validation
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
-    pypi:p34, p100     pinned wheels of Python projects: see data/pypi.py
+    pypi:p34           pinned wheels of Python projects, also p100 and p400: see data/pypi.py
     PATH, GLOB, FOLDER .jsonl, .jsonl.gz, .jsonl.zst, .parquet and text (.txt, .md, .py, ...), also in subfolders of
                        FOLDER; of several --source, or a comma-separated list, the files are read in order, or with
                        --interleave side by side
@@ -581,7 +581,7 @@ def stdlib_documents(part: str) -> Iterator[str]:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
-    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, or a path, glob or folder"
+    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34 (p100, p400), hf:OWNER/NAME/GLOB, or a path, glob or folder"
     add("--source", required=True, action="append", help=f"text to read: {kinds} (repeatable)")
     add("--text-field", default="text", help="JSON field or parquet column of the text [%(default)s]")
     add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The small model from text to chat: tokenizer, pretraining, CORE, finetuning, chat evaluation, and one report.
+# The small model from text to chat: tokenizer, pretraining, CORE, finetuning, chat evaluation, reinforcement learning
+# on sums, and one report. After each training, 200 plain questions are asked.
 #
 #     bash runs/speedrun_small.sh                      on all GPUs of this machine (1, 2, 4 or 8), with public data
+#     bash runs/speedrun_small.sh --source pypi:p400 --sft chat.jsonl.zst --sft addition:2000      without Hugging Face
 #     bash runs/speedrun_small.sh --name mine --data data/shards/b34 --bundle eval_bundle.tar.zst --files eval_extra \
 #         --sft chat.jsonl.zst --sft gsm8k:eval_extra/gsm8k_train.jsonl.zst:2 --sft addition:2000 -- --tokens 34013184
 #     bash runs/speedrun_small.sh --smoke              the whole chain at toy size, no GPU, no network, 3 minutes
@@ -9,16 +11,17 @@
 # --smoke         the chain at toy size; may be combined with --name and --bundle
 # --name NAME     write the results to out/NAME (default: speedrun_small, or smoke with --smoke)
 # --data DIR      use an existing dataset
-# --source SPEC   or make one from this source of data/pretrain.py, unless data/shards/SPEC has one (default: climbmix)
+# --source SPEC   or make one from this source of data/pretrain.py, unless data/shards has one of it (default: climbmix)
 # --bundle PATH   CORE bundle (default: downloaded)
 # --files FOLDER  tasks for chat_eval.py (default: downloaded)
-# --sft SPEC      a source for data/sft.py, repeatable (default: smol-smoltalk, gsm8k twice, 2,000 sums)
+# --sft SPEC      a source for data/sft.py, such as a local file, repeatable (default: smol-smoltalk, gsm8k twice, 2,000
+#                 sums)
 # --run-code      let chat_eval.py execute programs that the model wrote; its limits are no security boundary
 # -- FLAGS        flags for pretraining
 #
-# Call it again with the same flags after an interruption: it continues where it stopped. If CORE cannot be downloaded,
-# it is skipped with a message. The report is out/NAME/report.md, the runs are out/NAME/base and out/NAME/sft, and the
-# output of each stage is in out/NAME/logs.
+# Call it again with the same flags after an interruption: it continues where it stopped. If the files of CORE or of the
+# chat tasks cannot be downloaded, they are skipped with a message. The report is out/NAME/report.md, the runs are base,
+# sft and rl in out/NAME, and out/NAME/log.txt has the output of all stages and their minutes.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
@@ -59,6 +62,7 @@ out=out/${name:-${smoke:+smoke}}
 mkdir -p "$out/logs"
 context=2048
 finetune=()
+rl=()
 limit=()
 if [[ $smoke ]]; then
   context=512
@@ -68,8 +72,17 @@ if [[ $smoke ]]; then
   code=(--run-code --limit 16)
   flags=(@runs/cpu.args --steps 20 --eval-every 0 --save-every 10 --val-tokens 8192 "${flags[@]}")
   finetune=(--packs 1)
+  rl=(--steps 2 --prompts 2 --samples 2 --eval-examples 4 --eval-samples 0)
   limit=(--limit 5)
 fi
+
+say() { # prints, also into the log
+  echo "$@" | tee -a "$out/log.txt"
+}
+
+minutes() { # of a number of seconds
+  echo "$(($1 / 60)).$(($1 % 60 / 6))"
+}
 
 # stage NAME COMMAND... runs a command once, and keeps its output and its time
 stage() {
@@ -83,12 +96,13 @@ stage() {
       echo "error: $4 was finished and is gone, but $out holds what followed from it; remove $out to start again" >&2
       exit 2
     fi
-    echo "=== $1: complete"
+    say "=== $1: complete"
     return
   fi
-  echo "=== $1"
-  "${@:2}" 2>&1 | tee "$log.log" || status=$?
+  say "=== $1"
+  "${@:2}" 2>&1 | tee -a "$log.log" "$out/log.txt" || status=$?
   echo $((SECONDS - start)) >>"$log.seconds" # a line for each attempt
+  say "=== $1: $(minutes $((SECONDS - start))) minutes"
   ((status)) || echo "$command" >"$log.done"
   return $status
 }
@@ -118,9 +132,10 @@ if [[ $smoke ]]; then
   stage files smoke_files
   stage data python data/pretrain.py --source "$source" --vocab-size 4096 --workers 1 --out "$data"
 elif [[ -z $data ]]; then
-  data=data/shards/${source//[^A-Za-z0-9._-]/-}
+  data=${source#pypi:}
+  data=data/shards/${data//[^A-Za-z0-9._-]/-}
   if [[ -f $data/dataset.json ]]; then
-    echo "=== data: $data exists and is used as it is"
+    say "=== data: $data exists and is used as it is"
   else
     stage data python data/pretrain.py --source "$source" --out "$data"
   fi
@@ -133,12 +148,12 @@ core=(--download)
 [[ -z $bundle ]] || core=(--bundle "$bundle")
 core+=("${limit[@]}")
 if grep -q '"core/' "$data/dataset.json"; then
-  echo "=== core: $data has the tasks"
+  say "=== core: $data has the tasks"
 elif [[ $smoke && -z $bundle ]]; then
-  echo "=== core: skipped, because a smoke test downloads nothing and there is no --bundle"
+  say "=== core: skipped, because a smoke test downloads nothing and there is no --bundle"
 elif ! stage core python data/core_tasks.py "${core[@]}" --data "$data" --max-seq-len "$context"; then
   [[ -z $bundle ]] || exit 1 # the user's own file is wrong
-  echo "=== core: skipped, because data/core_tasks.py failed (see above); if it could not download the bundle, use --bundle"
+  say "=== core: skipped, because data/core_tasks.py failed (see above); if it could not download the bundle, use --bundle"
 fi
 
 # -- pretraining and CORE
@@ -146,6 +161,7 @@ stage base train train_small.py "$out/base" --save-every 500 "${flags[@]}" --dat
 if grep -q '"core/' "$data/dataset.json"; then
   stage score_core on_gpus runs/score_core.py "$out/base" "${limit[@]}"
 fi
+stage questions_base python runs/questions.py "$out/base"
 
 # -- finetuning
 if ((${#sft[@]} == 0)); then
@@ -158,20 +174,34 @@ for spec in "${sft[@]}"; do specs+=(--source "$spec"); done
 stage conversations python data/sft.py --data "$data" --max-len $((context + 1)) "${specs[@]}"
 stage sft train runs/finetune.py "$out/sft" "$out/base" --data "$data" "${finetune[@]}"
 
-# -- evaluation and report
-stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"
+if ! stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"; then
+  [[ -z $files ]] || exit 1
+  say "=== chat_eval: skipped, because it failed (see above); if it could not download its tasks, use --files"
+fi
+stage questions_sft python runs/questions.py "$out/sft"
+
+# -- reinforcement learning
+stage rl train runs/rl.py "$out/rl" "$out/sft" "${rl[@]}"
+stage questions_rl python runs/questions.py "$out/rl"
+
+# -- report
 {
   echo "# ${out#out/}"
-  for run in base sft; do
+  for run in base sft rl; do
     printf '\n## [%s](%s/report.md)\n\n' "$run" "$run"
-    sed -n '/^## /q;/^|/p' "$out/$run/report.md"
+    sed -n '/^## /q;/^|/p;/^$/p' "$out/$run/report.md" | cat -s
   done
   for scores in "$out"/base/core*.csv "$out/sft/chat_eval.csv"; do
     if [[ -f $scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "${scores#"$out"/}" "$(<"$scores")"; fi
   done
-  printf '\n## Seconds of each stage, over all attempts\n\n'
+  printf '\n## Right answers to 200 plain questions\n\n'
+  for run in base sft rl; do
+    echo "- $run: $(grep -c '"correct": true' "$out/$run/questions.jsonl" || true)"
+  done
+  printf '\n## Minutes of each stage, over all attempts\n\n'
   for times in "$out"/logs/*.seconds; do
-    echo "- $(basename "$times" .seconds): $(($(tr '\n' '+' <"$times")0))"
+    echo "- $(basename "$times" .seconds): $(minutes "$(($(tr '\n' '+' <"$times")0))")"
   done
 } | tee "$out/report.md"
-echo "The results are in $out. Chat with the model: python runs/chat.py $out/sft (after: source .venv/bin/activate)"
+echo "The results are in $out. Chat with the model: python runs/serve.py $out/sft --page" \
+  "(after: source .venv/bin/activate)"

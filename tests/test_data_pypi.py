@@ -325,7 +325,7 @@ def test_the_first_layer_that_differs_is_named(locked, path, words):
             action()
 
 
-def test_both_sets_share_validation_and_tokenizer(downloaded):
+def test_sets_share_validation_and_tokenizer(downloaded):
     small = dataset.read_dataset(build(downloaded, "p34", 1))
     large = dataset.read_dataset(build(downloaded, "p100", 1))
     assert large["tokenizer_sha256"] == small["tokenizer_sha256"]
@@ -342,19 +342,23 @@ def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, v
 
 
 def test_the_committed_lock():
+    """Each set holds the one before; all are scored on the same text with the same tokenizer."""
     lock = pypi.read_lock()
     assert pypi.LOCK.read_text() == pypi.format_lock(lock)
     assert {package["licence"] for package in lock["packages"]} <= {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT"}
     names = [package["name"] for package in lock["packages"]]
     assert len(set(names)) == len(names) >= 60
     assert all(package["file"].endswith("py3-none-any.whl") for package in lock["packages"])
-    small, large = lock["sets"]["p34"], lock["sets"]["p100"]
-    assert small["dataset"]["tokens"]["train"] >= 34_013_184
-    assert large["dataset"]["tokens"]["train"] >= 100_000_000
-    assert small["documents"]["val"] == large["documents"]["val"]
-    assert small["dataset"]["tokenizer"] == large["dataset"]["tokenizer"]
-    val = "pretrain/val_000000.bin"
-    assert small["dataset"]["shards"][val] == large["dataset"]["shards"][val]
+    assert sum(package["size"] for package in lock["packages"]) < 700e6, "bytes to download"
+    sets = list(lock["sets"].values())
+    for entry, tokens in zip(sets, (34_013_184, 100_000_000, 340_000_000), strict=True):
+        assert entry["dataset"]["tokens"]["train"] >= tokens
+        assert entry["documents"]["val"] == sets[0]["documents"]["val"]
+        assert entry["dataset"]["tokenizer"] == sets[0]["dataset"]["tokenizer"]
+        val = "pretrain/val_000000.bin"
+        assert entry["dataset"]["shards"][val] == sets[0]["dataset"]["shards"][val]
+    for smaller, larger in itertools.pairwise(sets):
+        assert smaller["parts"] == larger["parts"][:-1]
 
 
 def test_the_tracks_are_of_the_locked_datasets():

@@ -1,5 +1,6 @@
 """runs/colab_small.ipynb from top to bottom on a CPU, with its toy model; interrupted, and run again."""
 
+import os
 import re
 import shutil
 import sys
@@ -86,28 +87,59 @@ def test_notebook_needs_a_gpu(monkeypatch):
     """It is looked for first; a driver that is too old for torch shows later."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="Change runtime type"):
-        exec(cell_with("shutil.which"), {"SMOKE": False, "shutil": shutil})
+        exec(cell_with("elif not SMOKE"), {"SMOKE": False, "shutil": shutil})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs a driver for CUDA .* is older; choose another runtime"):
         exec(cell_with("torch.cuda"), {"SMOKE": False})
 
 
 def test_only_missing_packages_are_installed(tmp_path, monkeypatch):
-    """Other versions stay, but for an old torch."""
+    """Other versions stay, but for an old torch. A driver older than CUDA 13's gets a torch for CUDA 12."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "requirements-quickstart.txt").write_text("torch==2.11.0\nnumpy==2.3.5\n# a comment\n")
+    (tmp_path / "requirements-quickstart.txt").write_text("torch==2.11.0\nnumpy==2.3.5  # why\n# a comment\n")
     (tmp_path / "requirements.txt").write_text("rustbpe==0.1.0\n")
 
-    def asked(**installed) -> list[str]:
-        own = SimpleNamespace(version=installed.__getitem__, PackageNotFoundError=KeyError)
+    def asked(driver="", cuda="13", **installed) -> list[list[str]]:
+        requires = lambda package: [f"nvidia-cudnn-cu{cuda}==9.1"]
+        own = SimpleNamespace(version=installed.__getitem__, requires=requires, PackageNotFoundError=KeyError)
         calls = []
         settings = {"metadata": own, "Path": Path, "sys": SimpleNamespace(modules={})}
-        exec(cell_with("def is_missing"), {**settings, "sh": lambda *words: calls.extend(words)})
-        return calls[5:]
+        settings["shutil"] = SimpleNamespace(which=lambda name: driver)
+        settings["subprocess"] = SimpleNamespace(check_output=lambda command, text: f"{driver}\n{driver}\n")
+        exec(cell_with("def is_missing"), {**settings, "sh": lambda *words: calls.append(list(words[5:]))})
+        return calls
 
-    assert asked(torch="2.12.1+cu130", numpy="2.0.0") == ["rustbpe==0.1.0"]
-    assert asked(torch="2.9.0", numpy="1.26", rustbpe="0.2") == ["torch==2.11.0"]
-    assert asked(torch="2.11.0", numpy="2.3.5", rustbpe="0.1.0") == []
+    assert asked(torch="2.12.1+cu130", numpy="2.0.0") == [["rustbpe==0.1.0"]]
+    assert asked(torch="2.9.0", numpy="1.26", rustbpe="0.2") == [["torch==2.11.0"]]
+    assert asked(torch="2.11.0", rustbpe="0.2") == [["numpy==2.3.5"]]
+    ready = {"torch": "2.11.0", "numpy": "2.3.5", "rustbpe": "0.1.0"}
+    assert asked(**ready) == asked("580.65.06", **ready) == asked("550.54.15", "12", **ready) == []
+
+    other = ["torch==2.11.0+cu128", "--index-url", "https://download.pytorch.org/whl/cu128"]
+    assert asked("550.54.15", **ready) == [other, ["torch==2.11.0+cu128"]]
+    assert asked("550.54.15", "12", torch="2.9.0", numpy="2.0") == [other, ["torch==2.11.0+cu128", "rustbpe==0.1.0"]]
+    assert asked("580.65.06", torch="2.9.0", numpy="2.0") == [["torch==2.11.0", "rustbpe==0.1.0"]]
+
+
+@pytest.mark.parametrize("start", ["", "runs", "elsewhere"])
+def test_the_address_of_the_repository_is_asked_for_outside_a_clone(tmp_path, monkeypatch, start):
+    """A notebook in a clone uses that clone, also where Jupyter starts in runs/."""
+    clone = tmp_path / "clone"
+    (clone / "runs").mkdir(parents=True)
+    (clone / "train_small.py").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(clone / start if start != "elsewhere" else tmp_path / start)
+    asked = []
+
+    def sh(*words):
+        asked.extend(words)
+        shutil.copytree(clone, words[-1])
+
+    settings = {"Path": Path, "os": os, "sh": sh, "input": lambda text: "https://example.org/x"}
+    exec(cell_with("NAME = "), settings)
+    exec(cell_with("drive.mount"), settings)
+    assert asked[-2:] == (["https://example.org/x", "DecoderStack"] if start == "elsewhere" else [])
+    assert Path.cwd() == (tmp_path / "elsewhere/DecoderStack" if start == "elsewhere" else clone)
 
 
 def test_another_source_needs_another_name(tmp_path):
@@ -129,7 +161,7 @@ def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "google", ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", colab)
     settings = {"Path": Path}
-    exec(cell_with("REPO = "), settings)
+    exec(cell_with("NAME = "), settings)
     exec(cell_with("drive.mount"), settings)
     kept = Path("/content/drive/MyDrive/DecoderStack")
     assert mounted == ["/content/drive"] and settings["data"] == kept / "data/shards/first"

@@ -22,8 +22,8 @@ from tiny import ROOT
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
 
 # Stands for the python of .venv. It writes down what pip and scripts are asked for, and makes what the next step looks
-# for; pip fails if there is a file `fail`, an index has the text of `versions`, and the CORE bundle cannot be
-# downloaded.
+# for; pip fails if there is a file `fail`, chat_eval.py if there is `offline`, an index has the text of `versions`, and
+# the CORE bundle cannot be downloaded.
 PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
 "-m pip index"*) cat versions; exit ;;
@@ -34,6 +34,7 @@ case "$*" in
 esac
 case "$*" in
 data/core_tasks.py*) echo "no network" >&2; exit 1 ;;
+runs/chat_eval.py*) [[ ! -e offline ]] || exit 1 ;;
 data/pretrain.py*) mkdir -p "${{@: -1}}"; echo {{}} >"${{@: -1}}/dataset.json" ;;
 *--resume) ;;
 *--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/"{{result.json,report.md}} ;;
@@ -191,14 +192,31 @@ def test_quickstart_passes_flags_on(sandbox):
 
 
 def test_speedrun_runs_each_stage_once(sandbox):
-    steps = "data/pretrain.py data/core_tasks.py train_small.py data/sft.py runs/finetune.py runs/chat_eval.py"
+    asks = "runs/questions.py"
+    steps = f"data/pretrain.py data/core_tasks.py train_small.py {asks} data/sft.py runs/finetune.py runs/chat_eval.py"
     done, ran = start(sandbox, "speedrun_small.sh", "--", "--steps", "3")
-    assert done.returncode == 0 and [command.split()[0] for command in ran] == steps.split(), done.stderr
+    programs = [*steps.split(), asks, "runs/rl.py", asks]
+    assert done.returncode == 0 and [command.split()[0] for command in ran] == programs, done.stderr
     assert "=== core: skipped, because data/core_tasks.py failed (see above)" in done.stdout
     (sandbox / "gpus").write_text("8\n")  # on another machine
     done, ran = start(sandbox, "speedrun_small.sh", "--", "--steps", "3")
     assert done.returncode == 0 and "=== base: complete" in done.stdout, done.stderr
     assert len(ran) == 1 and ran[0].startswith("data/core_tasks.py")
+    log = (sandbox / "out/speedrun_small/log.txt").read_text()
+    assert log.count("no network\n") == 2 and log.count("=== base: 0.0 minutes\n=== questions_base\n") == 1
+
+
+def test_speedrun_without_hugging_face(sandbox):
+    """Text from pypi:, own conversations; the chat tasks are skipped, but not if they are the user's own files."""
+    (sandbox / "offline").touch()
+    flags = ("--source", "pypi:p400", "--sft", "chat.jsonl", "--sft", "addition:20")
+    done, ran = start(sandbox, "speedrun_small.sh", *flags)
+    assert done.returncode == 0 and "=== chat_eval: skipped" in done.stdout, done.stderr
+    assert ran[0] == "data/pretrain.py --source pypi:p400 --out data/shards/p400"
+    assert any(command.endswith("--source chat.jsonl --source addition:20") for command in ran)
+    assert "- base: 0.0\n" in (sandbox / "out/speedrun_small/report.md").read_text()
+    done, _ = start(sandbox, "speedrun_small.sh", "--name", "other", "--files", "mine", *flags)
+    assert done.returncode == 1 and "skipped" not in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
