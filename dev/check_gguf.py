@@ -11,7 +11,6 @@ keys and values in fp16. Where its greedy choice is not ours, our logits of both
 
 # ruff: noqa: E402
 import argparse
-import itertools
 import json
 import math
 import os
@@ -47,9 +46,12 @@ def read_pieces(names: list[str], count: int) -> list[str]:
     """As many pieces of up to 800 characters from each source, five from a document."""
     pieces = []
     for name in names:
-        texts = sources.Source(name).train()
-        found = (text[i : i + 800] for text in texts for i in range(0, min(len(text), 4000), 800))
-        pieces += itertools.islice(found, count // len(names))
+        found = []
+        for text in sources.Source(name).train():
+            found += [text[start : start + 800] for start in range(0, min(len(text), 4000), 800)]
+            if len(found) >= count // len(names):
+                break
+        pieces += found[: count // len(names)]
     return pieces
 
 
