@@ -280,8 +280,8 @@ class Config:
         return max(1, round(self.tokens / self.step_tokens))
 
 
-# The range of each number above, both ends included; whole numbers unless an end has a point. A tuple has a range for
-# each entry, or in brackets one for all of them.
+# The range of each number above, both ends included; whole numbers unless an end has a point.
+# A tuple has a range for each entry, or in brackets one for all of them.
 RANGES = {
     "num_layers": (1, 1000),
     "no_attention_layers long_layers paired_layers exclusive_layers gated_layers": [(0, 999)],
@@ -809,7 +809,7 @@ def softcap(x: Tensor, cap: Softcap | None) -> Tensor:
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
     """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
     x_TG = x_TD[:, : weight_HG.size(-1)]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the same product, without a kernel of its own
         return HeadGates.apply(x_TG, weight_HG)
     return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
@@ -941,7 +941,7 @@ class GPT(nn.Module):
         buffer("rotary", rotary_table(c))
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefix_ids", torch.full((V,), -1, dtype=torch.int32))  # Pretraining.build fills them in
+        buffer("prefix_ids", torch.full((V,), -1, dtype=torch.int32))  # set by Pretraining.build
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
@@ -1011,15 +1011,17 @@ class GPT(nn.Module):
 
         # The matrices of all layers that have them, in their order.
         matrices = {}
-        for name, product, bank in (("qkv", "qkv", qkv), ("o", "o", o), ("up", "MLP", up), ("down", "MLP", down)):
+        for name, bank in (("qkv", qkv), ("o", o), ("up", up), ("down", down)):
             matrices[name] = iter(bank.unbind(0))
+            product = "MLP" if name in ("up", "down") else name
             if product in products8:
                 matrices[f"{name}8"] = iter(to_weights8(bank))
 
         weights = []
         for layer in range(c.num_layers):
             lacks = ("qkv", "o", "qkv8", "o8") if layer in c.no_attention_layers else ()
-            weights.append(LayerWeights(**{name: next(matrices[name]) for name in matrices if name not in lacks}))
+            own = {name: next(matrices[name]) for name in matrices if name not in lacks}
+            weights.append(LayerWeights(**own))
         return weights
 
     def trunk(self, tokens_T, previous_2T, positions_T, attend, weights=None, ngram_rows=None) -> Tensor:
@@ -1037,7 +1039,8 @@ class GPT(nn.Module):
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        inputs = Inputs(*self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows), scalar, attend)
+        embedded = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
+        inputs = Inputs(*embedded, scalar, attend)
 
         x = inputs.x0
         for layer, w in enumerate(weights):
@@ -1050,18 +1053,21 @@ class GPT(nn.Module):
                 inputs = inputs._replace(shared=norm(x))
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, mixed, w, inputs, **options)
+                x = torch.utils.checkpoint.checkpoint(self.block, x, mixed, layer, w, inputs, **options)
             else:
-                x = self.block(layer, x, mixed, w, inputs)
+                x = self.block(x, mixed, layer, w, inputs)
         return norm(x)
 
-    def block(self, layer: int, x: Tensor, mixed: Tensor | None, w: LayerWeights, inputs: Inputs) -> Tensor:
-        """One layer: attention and MLP, each added to the stream x (T, D). mixed (T, D) is added to values."""
+    def block(self, x: Tensor, mixed, layer: int, w: LayerWeights, inputs: Inputs) -> Tensor:
+        """One layer: attention and MLP, each added to the residual stream x (T, D).
+
+        mixed (T, D) or None is added to the values of attention.
+        """
         c = self.config
         scalar = inputs.scalar
         if layer not in c.no_attention_layers:
             attention_input = norm(x) if inputs.shared is None else inputs.shared
-            y = self.attend_layer(layer, attention_input, mixed, w, inputs)
+            y = self.attend_layer(attention_input, mixed, layer, w, inputs)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -1074,7 +1080,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, layer: int, normed_TD: Tensor, mixed_TD, w: LayerWeights, inputs: Inputs) -> Tensor:
+    def attend_layer(self, normed_TD, mixed_TD, layer: int, w: LayerWeights, inputs: Inputs) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -1094,7 +1100,7 @@ class GPT(nn.Module):
         return y.reshape(len(normed_TD), c.width)
 
     def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> tuple:
-        """The first five Inputs: embeddings of each token and of the last two and three, and the rotary table."""
+        """The first five Inputs: embeddings of tokens and of n-grams, and the rotary table."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -2028,10 +2034,13 @@ class Pretraining:
         token_bytes[: config.vocab_size] = self.tokenizer.token_bytes
         text_bytes = [token_bytes[sequence[1:][counted]] for sequence, counted in documents]
         text_bytes = np.concatenate([*text_bytes, [0]])
-        require(text_bytes.any(), f"the validation text of {config.data} has no bytes to score; make the dataset again")
-        digest = hashlib.sha256(b"".join(sequence.astype("<u2").tobytes() for sequence, _ in documents))
-        targets = int((text_bytes > 0).sum())
-        self.scored = {"targets": targets, "bytes": int(text_bytes.sum()), "sha256": digest.hexdigest()}
+        require(text_bytes.any(), f"{config.data} has no validation text to score; make the dataset again")
+        tokens = b"".join(sequence.astype("<u2").tobytes() for sequence, _ in documents)
+        self.scored = {
+            "targets": int((text_bytes > 0).sum()),
+            "bytes": int(text_bytes.sum()),
+            "sha256": hashlib.sha256(tokens).hexdigest(),
+        }
         self.token_bytes = torch.from_numpy(token_bytes)
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
@@ -2480,7 +2489,7 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """The most packs in a micro-batch: of all stages the largest divisor of a rank's share that memory allows."""
+    """The most packs in a micro-batch: the largest divisor of a rank's share that memory allows."""
     tokens = config.micro_batch_tokens
     if not tokens and ranks.device.type == "cuda":
         tokens = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
@@ -3015,7 +3024,8 @@ def is_within(value, limits) -> bool:
     if isinstance(limits, list):
         return isinstance(value, tuple) and all(is_within(entry, limits[0]) for entry in value)
     if isinstance(limits[0], tuple):  # a tuple of so many entries, or none
-        return isinstance(value, tuple) and len(value) in (0, len(limits)) and all(map(is_within, value, limits))
+        fits = isinstance(value, tuple) and len(value) in (0, len(limits))
+        return fits and all(map(is_within, value, limits))
     least, most = limits
     kinds = (int,) if isinstance(least, int) else (int, float)
     return type(value) in kinds and least <= value <= most
@@ -3053,8 +3063,8 @@ def validate(config: Config) -> None:
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
     require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
-    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows or more; 0 switches it off")
-    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 is that token alone")
+    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows; 0 switches it off")
+    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 alone will do")
     require(c.momentum, "momentum needs four numbers, as 0.85,0.95,300,50")
     require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
@@ -3075,7 +3085,7 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first, in latin-1 three letters.
+        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first.
         without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff\xef\xbb\xbf"))
         return shlex.split(without_note)
 
@@ -3371,8 +3381,8 @@ def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, gr
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. In place to save memory, and in one pass:
-    # torch.add(p, x, alpha=q) is p + q x.
+    # e = exp(z - top). With a softcap z <= a, so no maximum is needed. To save memory in place,
+    # and in one pass: torch.add(p, x, alpha=q) is p + q x.
     if cap is not None:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()

@@ -235,10 +235,10 @@ def newest_checkpoint(run_dir: Path) -> dict[str, dict]:
     folders = [path.parent for path in states if RUN_FILE.fullmatch(path.as_posix())]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         entries = list_entries(run_dir, [(folder / name).as_posix() for name in CHECKPOINT])
-        listed = read_json(run_dir / folder / "state.json")["files"]
+        saved = read_json(run_dir / folder / "state.json")
         actual = {Path(name).name: entry["sha256"] for name, entry in entries.items()}
         del actual["state.json"]
-        if actual == listed:
+        if isinstance(saved, dict) and saved.get("files") == actual:
             return entries
         print(f"skipped {folder}: its files are not those that its state.json lists")
     fail(f"{run_dir} has no complete checkpoint; train until one is saved, or restore one")

@@ -91,6 +91,7 @@ def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):
     sent = {name for name in hub.repos["me/run"] if name.startswith("checkpoints/")}
     assert sent == {f"checkpoints/step_000002/{name}" for name in data_hub.CHECKPOINT}
     shutil.rmtree(run_dir / "checkpoints/step_000002")
+    (run_dir / STEP / "state.json").write_text("[]")
     assert "has no complete checkpoint" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
     assert "me/new" not in hub.repos
 

@@ -83,7 +83,7 @@ def test_what_is_scored_is_stated(tokenizer):
     job = SimpleNamespace(config=config, tokenizer=tokenizer)
     ts.Pretraining.set_validation(job, iter([whole, empty, part, whole]))
     assert job.scored == expected
-    with pytest.raises(ts.UserError, match="has no bytes to score"):
+    with pytest.raises(ts.UserError, match="has no validation text to score"):
         ts.Pretraining.set_validation(job, iter([empty]))
 
 

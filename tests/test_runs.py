@@ -392,7 +392,7 @@ def test_values_of_flags():
     (["--stages", "(0.5, 16, 1.0)"], ["0.5000, not 1"]),
     (["--stages", "1,2"], ["stages=(1, 2) is not in its range"]),
     (["--mtp-weights="], ["mtp_weights needs a weight of the next token"]),
-    (["--bigram-rows", "1"], ["two rows or more"]),
+    (["--bigram-rows", "1"], ["two rows"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
     (["--resume"], ["is no run directory"]),
