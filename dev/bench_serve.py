@@ -341,7 +341,7 @@ def say_anything(scheduler, seconds: float) -> None:
         return torch.randint(97, 123, (len(logits),))
 
     scheduler.decode = decode
-    scheduler.sample = sample
+    scheduler.sample_ids = sample
     scheduler.prefill = lambda *work, **options: None
 
 
