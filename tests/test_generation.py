@@ -391,7 +391,7 @@ def test_sampling_has_the_exact_distribution(options, kept):
     rows = torch.tensor(LOGITS).repeat(20000, 1)
     cuts = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}.values()
     columns = [torch.full((20000,), value) for value in cuts]
-    sampled = sampling.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
+    sampled = sampling.sample_ids(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
     counts, kept = torch.bincount(sampled, minlength=len(LOGITS)).double(), sorted(kept)
     scaled = torch.tensor(LOGITS, dtype=torch.float64) / options.get("temperature", 1.0)
     expected = scaled[kept].softmax(0) * 20000
@@ -403,7 +403,7 @@ def test_noise_is_uniform_over_the_ids():
     """Equal logits: all 1,024 ids are as likely (chi square), for seeds that count up and for steps that do."""
     flat, zeros, count = torch.zeros(8192, 1024), torch.zeros(8192, dtype=torch.long), torch.arange(8192)
     for seeds, counters in ((count, zeros + 5), (zeros + 5, count), (count * 0x9E3779B1 % 2**32, zeros)):
-        sampled = sampling.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
+        sampled = sampling.sample_ids(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
         assert 840 < ((torch.bincount(sampled, minlength=1024) - 8) ** 2 / 8).sum() < 1210  # 1,023 of freedom, sigma 45
 
 
@@ -538,7 +538,7 @@ def scripted(monkeypatch, generator, plan, prompts, **options) -> list[engine.Co
         ids = [row[i] if i < len(row) else z.argmax().item() for row, z in zip(plan, logits_BV, strict=True)]
         return torch.tensor(ids)
 
-    monkeypatch.setattr(scheduler, "sample", planned)
+    monkeypatch.setattr(scheduler, "sample_ids", planned)
     return engine.Generator(generator.model, generator.tokenizer).complete(prompts, **options)
 
 

@@ -32,7 +32,7 @@ SCHEMAS = [
     {"$defs": {"d": {"enum": [1, 2]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/d"},
      "b": {"$ref": "#/$defs/d"}}, "required": ["b"], "additionalProperties": False},
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
-    {"type": "number", "minimum": -2.25, "exclusiveMaximum": -2},
+    {"type": "number", "minimum": -2.25, "exclusiveMaximum": -2}, {"allOf": [{"type": "string", "format": "path"}]},
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The host plans with numpy (prefill_inputs), one copy brings the plan to the devi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ class PrefillInputs(NamedTuple):
 
     def arrays(self) -> list:
         """All arrays, in a fixed order."""
-        return [*self[:-1], *(array for plan in self.plans for array in plan)]
+        return list(itertools.chain(self[:-1], *self.plans))
 
     def flat(self) -> Tensor:
         """All arrays in one, so that one copy brings them to the device."""
@@ -130,10 +131,11 @@ class PrefillInputs(NamedTuple):
 
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
-        views = iter(flat.split([len(array) for array in self.arrays()]))
-        own = [next(views) for _ in self[:-1]]
-        plans = tuple(RingPlan(*(next(views) for _ in plan)) for plan in self.plans)
-        return PrefillInputs(*own, plans)
+        views = flat.split([len(array) for array in self.arrays()])
+        own = len(self) - 1
+        rest = iter(views[own:])
+        plans = tuple(RingPlan(*itertools.islice(rest, len(plan))) for plan in self.plans)
+        return PrefillInputs(*views[:own], plans)
 
 
 def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: PrefillBucket | None) -> RingPlan:

@@ -143,7 +143,7 @@ class InputBatch:
 # ==== From logits to ids
 
 
-def sample(
+def sample_ids(
     logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, top_k_bound: int, min_p_B=None
 ) -> Tensor:
     """One id for each slot: argmax at temperature 0, else sampled from the most likely ids.

@@ -28,7 +28,7 @@ from engine.prefill import (
     prefill_inputs,
     run_prefill,
 )
-from engine.sampling import InputBatch, SamplerMode, compute_logprobs, sample, sampler_mode
+from engine.sampling import InputBatch, SamplerMode, compute_logprobs, sample_ids, sampler_mode
 
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
@@ -163,8 +163,8 @@ class Decoder:
 
         self.run_prefill = torch.compile(run_prefill, dynamic=True) if compile else run_prefill
         self.decode = torch.compile(decode) if compile else decode
-        self.sampler = torch.compile(sample) if compile else sample
-        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_step by SamplerMode
+        self.sampler = torch.compile(sample_ids) if compile else sample_ids
+        self.step_graphs = Graphs() if cuda else None  # "logits", and of sample_on_device by SamplerMode
         self.prefill_graphs = Graphs() if cuda else None  # by PrefillBucket
         # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
         self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
@@ -326,7 +326,7 @@ class Decoder:
     def sample(self, completions: dict[int, Completion], logits: Tensor) -> PendingStep:
         """Samples an id for each slot from logits (B, V), without waiting for the device."""
         self.batch.set_masks(completions)
-        self.run_graph(self.mode, self.sample_step, self.mode, logits)
+        self.run_graph(self.mode, self.sample_on_device, self.mode, logits)
         logprobs = []
         num_top = [c.logprobs for c in completions.values() if c.logprobs is not None]
         if num_top:  # of the ids just sampled, which are input tokens now
@@ -338,7 +338,7 @@ class Decoder:
         done = torch.cuda.current_stream().record_event() if cuda else None
         return PendingStep(dict(completions), sampled, done, logprobs)
 
-    def sample_step(self, mode: SamplerMode, logits: Tensor) -> None:
+    def sample_on_device(self, mode: SamplerMode, logits: Tensor) -> None:
         """The device's part of sample(): from logits (B, V) to the input tokens of the next step."""
         batch = self.batch
         scores = logits.masked_fill(batch.forbidden, -math.inf) if mode.masks else logits

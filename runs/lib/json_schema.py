@@ -35,8 +35,8 @@ NUMBER_BYTES = b"+-.0123456789eE"
 MIN_CHARS = 64  # for a string with a pattern or format, which all formats have room in
 MAX_DIGITS = 16  # of a number; an id that holds three more makes 18, which fit into 64 bits
 MAX_ENDING = 32  # ids of an answer that are left when its arrays and objects end
-# Keywords that hold schemas. Parts of allOf, if and not stay as they are, as others depend on them.
-SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+# Keywords that hold schemas, as far as llguidance has them.
+SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 # Keywords that say, beside others, which properties an object may have.
 OTHER_SCHEMAS = {"$ref", "anyOf", "oneOf"}
