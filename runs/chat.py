@@ -58,9 +58,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--trust", action="store_true", help="execute the Python files of an exported model")
     args = parser.parse_args(argv)
-    numbers = (args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0)
-    if not all(0 <= number < math.inf for number in numbers):
-        parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
+    if not (0 <= args.temperature < math.inf and 0 <= args.top_p <= 1):
+        parser.error("--temperature must be at least 0, and --top-p from 0 to 1")
+    if not all(0 <= (value or 0) < 2**31 for value in (args.top_k, args.max_tokens, args.seed)):
+        parser.error(f"--top-k, --max-tokens and --seed must be from 0 to {2**31 - 1}")
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
     return args
@@ -463,7 +464,7 @@ def talk(args: argparse.Namespace) -> None:
     """Answers --prompt or what is typed. Raises: RunError, SystemExit if an answer is not complete"""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    if args.endpoint:
+    if args.endpoint is not None:
         backend = Remote(args.endpoint, args)
     elif folder := pretrained_folder(args.run_dir):
         backend = Pretrained(folder, args)

@@ -418,6 +418,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     for args, message in [
         ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
+        (("--endpoint", ""), "cannot reach /v1"),
         (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
@@ -429,7 +430,8 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
     for args, message in [
         ((), "RUN_DIR --endpoint is required"), (("run", "--endpoint", server.url), "not allowed with"),
-        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "-1"), "--temperature, --top-k"),
+        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "nan"), "--temperature must"),
+        (("run", "--top-p", "1.1"), "--top-p from 0"), (("run", "--top-k", "9" * 20), "--top-k, --max-tokens and"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit):
             chat_script.parse(args)
