@@ -369,8 +369,9 @@ def run(fast_python):
     """Calls runs/chat.py with arguments and the text of a pipe."""
 
     def call(*args, text="", encoding="utf-8"):
-        done = subprocess.run([fast_python, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
-                              timeout=60, env={**os.environ, "PYTHONIOENCODING": encoding})  # fmt: skip
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [fast_python, str(SCRIPT), *map(str, args)]
+        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=env)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
