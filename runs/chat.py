@@ -251,15 +251,12 @@ class Remote:
 
     def reply(self, stream, answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer as they come. Raises: RunError"""
-        import openai
-
         reason = None
         with self.failures(), stream:
-            with contextlib.suppress(openai.APIConnectionError):  # its message is below
-                for event in stream:
-                    for choice in event.choices:  # none in an event that counts tokens
-                        show(choice.delta.content or "")
-                        reason = choice.finish_reason or reason
+            for event in stream:
+                for choice in event.choices:  # none in an event that counts tokens
+                    show(choice.delta.content or "")
+                    reason = choice.finish_reason or reason
         if not reason:
             raise RunError("the connection ended before the answer did")
 
