@@ -58,9 +58,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--trust", action="store_true", help="execute the Python files of an exported model")
     args = parser.parse_args(argv)
-    numbers = (args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0)
-    if not all(0 <= number < math.inf for number in numbers):
-        parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
+    if not (0 <= args.temperature < math.inf and 0 <= args.top_p <= 1):
+        parser.error("--temperature must be at least 0, and --top-p from 0 to 1")
+    if not all(0 <= (value or 0) < 2**31 for value in (args.top_k, args.max_tokens, args.seed)):
+        parser.error(f"--top-k, --max-tokens and --seed must be from 0 to {2**31 - 1}")
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
     return args
@@ -250,15 +251,12 @@ class Remote:
 
     def reply(self, stream, answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer as they come. Raises: RunError"""
-        import openai
-
         reason = None
         with self.failures(), stream:
-            with contextlib.suppress(openai.APIConnectionError):  # its message is below
-                for event in stream:
-                    for choice in event.choices:  # none in an event that counts tokens
-                        show(choice.delta.content or "")
-                        reason = choice.finish_reason or reason
+            for event in stream:
+                for choice in event.choices:  # none in an event that counts tokens
+                    show(choice.delta.content or "")
+                    reason = choice.finish_reason or reason
         if not reason:
             raise RunError("the connection ended before the answer did")
 
@@ -463,7 +461,7 @@ def talk(args: argparse.Namespace) -> None:
     """Answers --prompt or what is typed. Raises: RunError, SystemExit if an answer is not complete"""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    if args.endpoint:
+    if args.endpoint is not None:
         backend = Remote(args.endpoint, args)
     elif folder := pretrained_folder(args.run_dir):
         backend = Pretrained(folder, args)

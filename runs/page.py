@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="further name of this machine in the Host header, such as that of a proxy, repeatable")  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.port is not None and not 0 < args.port < 65536:
+        parser.error(f"--port is {args.port}, but must be from 1 to 65535")
+    return args
 
 
 if __name__ == "__main__":
@@ -257,6 +261,7 @@ def main() -> int:
     args = parse()
     options = client_options(args.url)
     try:
+        socket.getaddrinfo(args.host, None)  # an unknown name, with which gradio would try for minutes
         urlsplit(args.url).port  # noqa: B018  (a ValueError if it is no number)
         model = openai.OpenAI(**options).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
@@ -275,7 +280,7 @@ def main() -> int:
         print(f"error: {options['base_url']}/models names no model ({reason}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: cannot listen on {args.host} ({error}); choose another --host or --port", file=sys.stderr)
         return 1
     print(f"page: {url}", flush=True)
     server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one

@@ -60,7 +60,7 @@ NUMBER = re.compile(r"\s*[-+]?\$?[0-9,]*\.?[0-9]+\.?\s*")  # all that may follow
 MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, allow_inf_nan=False):
     """The settings of a run, from its flags; entry "rl" of config.json."""
 
     source: str
@@ -82,7 +82,7 @@ class Settings(BaseModel):
     save_every: int = Field(0, ge=0, description="steps between checkpoints, 0: only at the end")
     log_every: int = Field(1, ge=1, description="steps between lines of the log")
     max_num_seqs: int = Field(256, ge=1, description="maximum number of answers that decode together")
-    seed: int = Field(0, ge=0, description="seed of questions and answers")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of questions and answers")
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:

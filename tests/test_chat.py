@@ -369,8 +369,9 @@ def run(fast_python):
     """Calls runs/chat.py with arguments and the text of a pipe."""
 
     def call(*args, text="", encoding="utf-8"):
-        done = subprocess.run([fast_python, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
-                              timeout=60, env={**os.environ, "PYTHONIOENCODING": encoding})  # fmt: skip
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [fast_python, str(SCRIPT), *map(str, args)]
+        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=env)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -418,6 +419,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     for args, message in [
         ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
+        (("--endpoint", ""), "cannot reach /v1"),
         (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
@@ -429,7 +431,8 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
     for args, message in [
         ((), "RUN_DIR --endpoint is required"), (("run", "--endpoint", server.url), "not allowed with"),
-        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "-1"), "--temperature, --top-k"),
+        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "nan"), "--temperature must"),
+        (("run", "--top-p", "1.1"), "--top-p from 0"), (("run", "--top-k", "9" * 20), "--top-k, --max-tokens and"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit):
             chat_script.parse(args)

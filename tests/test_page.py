@@ -329,9 +329,11 @@ def test_the_server_starts_and_ends_its_page(runs, signum):
 def test_a_server_that_does_not_answer():
     """One process for both addresses: the start of Gradio takes seconds."""
     urls = ["http://127.0.0.1:9", "http://h:abc"]
-    code = f"import page, sys; print([page.main() for sys.argv[1] in {urls}])"
-    command = [sys.executable, "-c", code, "url"]
+    code = f"import page, sys; print([page.main() for sys.argv[1] in {urls}]); sys.argv[2] += 'x'; page.main()"
+    command = [sys.executable, "-c", code, "url", "--host=127.0.0.1"]
     done = subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[1, 1]\n", done.stderr
-    for url, line in zip(urls, done.stderr.splitlines(), strict=True):
+    *lines, last = done.stderr.splitlines()
+    for url, line in zip(urls, lines, strict=True):
         assert line.startswith(f"error: {url}/v1/models names no model (")
+    assert last.startswith("error: cannot listen on 127.0.0.1x (")

@@ -309,6 +309,7 @@ def test_a_run_and_its_continuation(source, tmp_path, monkeypatch):
     for main, argv, message in (
         (rl.main, [*flags, "--run-dir", tmp_path / "whole"], "already holds a run"),
         (rl.main, [*new, "--samples", "1"], "--samples is '1': input should be greater than or equal to 2"),
+        (rl.main, [*new, "--muon-lr", "inf"], "--muon-lr is 'inf': input should be a finite number"),
         (rl.main, [*new, "--task", "sums"], "input should be 'addition' or 'gsm8k'"),
         (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "it needs gsm8k*train* and gsm8k*test*"),
         (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too

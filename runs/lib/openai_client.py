@@ -14,7 +14,7 @@ def client_options(url: str) -> dict:
 def error_message(error: Exception) -> str:
     """What went wrong, in the server's own words where it has some."""
     if isinstance(error, openai.APIConnectionError):
-        return f"cannot reach {error.request.url} ({error.__cause__ or error}); check the address and the server"
+        return f"cannot reach {error.request.url} ({error.__cause__ or error}); is the server running?"
     if not isinstance(error, openai.APIError):
         return str(error)
     message = isinstance(error.body, dict) and error.body.get("message")
