@@ -169,7 +169,8 @@ def read_progress(out: Path, settings: dict[str, Any]) -> Progress:
 def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Ends the script if a setting or a source file differs."""
     if old["inputs"] != new["inputs"]:
-        fail(f"{out} was built from other source files (names, sizes or content); choose another --out, or delete it")
+        hint = "choose another --out, or delete it"
+        fail(f"{out} was built from other source files (names, sizes or content); {hint}")
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
         if old.get(key) != new[key] and not (key == "name" and not new["name"]):
@@ -340,7 +341,8 @@ def write_shards(args: argparse.Namespace, source: Source, progress: Progress) -
         write_split(ShardWriter("train", encoder, progress, args.shard_tokens), source.train())
     print(f"encoded in {time.perf_counter() - start:.1f} s in {args.workers} threads")
     if skipped := sum(source.skipped.values()):
-        print(f"skipped {skipped:,} empty {'documents or malformed lines' if args.skip_bad else 'documents'}")
+        what = "documents or malformed lines" if args.skip_bad else "documents"
+        print(f"skipped {skipped:,} empty {what}")
 
 
 def finish(progress: Progress) -> None:
@@ -368,7 +370,7 @@ def finish(progress: Progress) -> None:
         rate = f"{size / tokens:.3f} bytes per token"
         print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
     if splits["val"]["text_bytes"] < LITTLE_VAL:
-        print("note: a score on so little validation text is rough; give more text, --val-fraction or --val-source")
+        print("note: a score on so little text is rough; give more, --val-fraction or --val-source")
     if note := overlap_note(out, dataset["bos_id"]):
         print(f"note: {note}")
     print(f"wrote {out / 'dataset.json'}")

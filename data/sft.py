@@ -7,8 +7,8 @@
 --source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
 one, picked by the seed; 1.5: all once and half of them again):
 
-    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .json, .parquet: {"messages": [{"role", "content"}]}, the bare
-                                 list, ShareGPT's "conversations" or Alpaca's "instruction", "input", "output"
+    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .json, .parquet: {"messages": [{"role", "content"}]},
+                                 the list alone, ShareGPT's "conversations", Alpaca's "instruction"
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
     gsm8k:FILE                   {"question", "answer"}; <<3*4=12>> in an answer becomes a tool call
     spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
@@ -27,8 +27,8 @@ NAME.mask.bin: the same header and uint16 format, with 2 as its vocabulary size,
 each token (1: a target of the loss). A reader of the shards must skip *.mask.bin. dataset.json then
 lists the files and the splits "sft_train" and "sft_val", and states a fingerprint of shards, masks
 and tokenizer under "sft". Without --val-source, --val-fraction of the conversations are held out
-before weights apply; the generated tasks hold out words and pairs of numbers. What is in both splits is left out
-of training.
+before weights apply; the generated tasks hold out words and pairs of numbers. What is in both
+splits is left out of training.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def check_messages(value: Any) -> list[Message]:
     except (AttributeError, TypeError):  # parts that are no dict or text
         messages = None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('there is no list "messages" of {"role", "content"}, nor ShareGPT\'s or Alpaca\'s form')
+        raise ValueError('there is no list "messages" of {"role", "content"}, nor another known form')
     result: list[Message] = []
     system: list[str] = []  # texts for the next message of the user
     for number, message in enumerate(messages, 1):
@@ -569,7 +569,7 @@ def build(args: argparse.Namespace) -> None:
             f"{tally['bad']:,} bad ones skipped"
         )
     if repeated := tallies["train"]["repeated"]:
-        print(f"left out of training: {repeated:,} conversations that are also in the validation split")
+        print(f"left out of training: {repeated:,} conversations of the validation split")
     print(f"wrote {out / 'sft'}")
 
 
@@ -587,7 +587,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
     add("--source", required=True, action="append", metavar="SPEC", help="conversations, see above; repeatable")
     add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
-    held_out = "held-out fraction without --val-source (default: 0.01, of few 0.05 up to 50 conversations)"
+    held_out = "held-out fraction without --val-source (default: 0.01, at least 50 or 5 %%)"
     add("--val-fraction", metavar="F", type=float, help=held_out)
     max_len = "maximum tokens of a conversation; longer ones are truncated [%(default)s]"
     add("--max-len", type=int, default=2048, help=max_len)

@@ -5,9 +5,9 @@
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
     pypi:p34           pinned wheels of Python projects, also p100 and p400: see data/pypi.py
-    PATH, GLOB, FOLDER .jsonl, .jsonl.gz, .jsonl.zst, .parquet and text (.txt, .md, .py, ...), also in subfolders of
-                       FOLDER; of several --source, or a comma-separated list, the files are read in order, or with
-                       --interleave side by side
+    PATH, GLOB, FOLDER .jsonl, .jsonl.gz, .jsonl.zst, .parquet and text (.txt, .md, .py, ...), also
+                       in subfolders of FOLDER; several, each with --source or in one comma-separated
+                       list, are read in order, or with --interleave side by side
 
 Run it to look at documents:  python data/sources.py --source stdlib --show 2
 """
@@ -47,8 +47,8 @@ HUB_SOURCES = {
 }
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 TEXT = tuple(
-    ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .py .pyi .c .h .cc .cpp .hpp .cs .css .go .java "
-    ".js .jsx .ts .tsx .kt .lua .php .pl .r .rb .rs .scala .sh .sql .swift".split()
+    ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .py .pyi .c .h .cc .cpp .hpp .cs "
+    ".css .go .java .js .jsx .ts .tsx .kt .lua .php .pl .r .rb .rs .scala .sh .sql .swift".split()
 )
 HUB_FILES = 40  # default number of training files, about 2 billion tokens of climbmix
 HUB_VAL_DOCUMENTS = 10_000  # of the last file, which has some 50 million tokens
@@ -103,7 +103,7 @@ class Source:
     files: list[File] = field(init=False, default_factory=list)
     val_files: list[File] = field(init=False, default_factory=list)
     corpus: pypi.Corpus | None = field(init=False, default=None)
-    # Documents without text and, with skip_bad, malformed lines, by file, in the latest pass over it.
+    # Documents without text and, with skip_bad, malformed lines, by file, in the latest pass.
     skipped: dict[Path, int] = field(init=False, default_factory=dict)
 
     @classmethod
@@ -114,7 +114,7 @@ class Source:
 
     def __post_init__(self) -> None:
         first = self.source[0]
-        named = [spec for spec in self.source if spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)]
+        named = [spec for spec in self.source if not is_local(spec)]
         if named and len(self.source) > 1:
             fail(f"--source {named[0]} cannot be read together with others; give it alone")
         if named and self.interleave:
@@ -226,22 +226,22 @@ class Source:
     @functools.cached_property  # each split is a pass of its own
     def text_sizes(self) -> list[int]:
         """Bytes of text in each file."""
-        print(f"counting the text of {len(self.files)} files, to read them side by side", file=sys.stderr)
+        print(f"counting the text of {len(self.files)} files, to interleave them", file=sys.stderr)
         documents = [self.documents_in(file.fetch()) for file in self.files]
         return [sum(len(text.encode()) for text in texts) for texts in documents]
 
     def documents_in(self, path: Path) -> Iterator[str]:
         """Every document of a file that has text."""
         self.skipped[path] = 0
-        documents = self.field_documents(path) if has_ending(path, RECORDS) else text_documents(path)
-        for text in documents:
+        is_text = has_ending(path, TEXT)
+        for text in text_documents(path) if is_text else self.field_documents(path):
             if not text or text.isspace():
                 self.skipped[path] += 1
             else:
                 yield clean(text)
 
     def field_documents(self, path: Path) -> Iterator[str]:
-        """The text field of each line or row, null as an empty document, like what skip_bad skips."""
+        """The text field of each line or row; null and what skip_bad skips are empty documents."""
         for where, value, problem in records(path, (self.text_field,)):
             text = value.get(self.text_field, 0) if isinstance(value, dict) else 0
             if not problem and text is not None and not isinstance(text, str):
@@ -255,6 +255,11 @@ class Source:
 def is_hub(spec: str) -> bool:
     """Whether a --source names a Hugging Face dataset."""
     return spec in HUB_SOURCES or spec.startswith("hf:")
+
+
+def is_local(spec: str) -> bool:
+    """Whether a --source names files on this machine."""
+    return spec != "stdlib" and not spec.startswith("pypi:") and not is_hub(spec)
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
@@ -306,7 +311,7 @@ def clean(text: str) -> str:
 def find_files(
     *specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_bad: bool = False
 ) -> list[File]:
-    """The files of climbmix, fineweb-edu or hf:REPO/GLOB, or of paths, globs and folders, in their order."""
+    """The files of a Hugging Face dataset, or of paths, globs and folders, in their order."""
     spec = specs[0]
     if not is_hub(spec):
         paths = without_binaries(local_paths(specs, suffixes), skip_bad)
@@ -316,7 +321,8 @@ def find_files(
         fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
     repo, pattern = "/".join(parts[:2]), parts[2]
     commit, files = hub.list_files(repo)
-    kinds = tuple(suffix for suffix in suffixes if suffix not in TEXT[1:])  # a README.md belongs to no text
+    # A README.md of the repository is no text to train on.
+    kinds = tuple(suffix for suffix in suffixes if suffix not in TEXT[1:])
     names = sorted(name for name in files if fnmatch(name, pattern) and has_ending(name, kinds))
     if not names:
         fail(f"--source {spec}: no {', '.join(kinds)} file of {repo} matches {pattern!r}; check the pattern")
@@ -329,9 +335,9 @@ def has_ending(path: Path | str, suffixes: str | tuple[str, ...]) -> bool:
 
 
 def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that paths, globs and folders name, in order; a single spec may be a comma-separated list of them.
+    """The files of paths, globs and folders, in order; a single spec may be a comma-separated list.
 
-    A file of another kind is an error if it is named, and skipped, with a note, if a glob or a folder holds it.
+    Files of other kinds in a folder or a glob are skipped, and a note says how many.
     """
     endings = ", ".join(suffixes)
     if len(specs) == 1 and not os.path.lexists(specs[0]):
@@ -347,10 +353,10 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
         found = [path for path in found if not path.is_dir()]
         if not found and not is_folder:
             fail(f"--source {part} matches no file; check the path, or see --help for other sources")
-        others = [path.suffix.lower() or "without ending" for path in found if not has_ending(path, suffixes)]
+        others = [path for path in found if not has_ending(path, suffixes)]
         if others and is_named and not is_folder:
             fail(f"--source file {part} has an unknown ending; use one of {endings}")
-        skipped.update(others)
+        skipped.update(path.suffix.lower() or "without ending" for path in others)
         paths += [path for path in found if has_ending(path, suffixes)]
     if skipped:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common())
@@ -427,7 +433,7 @@ def allow_open_files(count: int) -> None:
 
 
 def records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str]]:
-    """(where it stands, value, "" or what is wrong with it) for each line or row of a file, or entry of a JSON list.
+    """(where it stands, value, "" or what is wrong with it) for each line, row or entry of a list.
 
     columns: those of a Parquet file to read; without them, all
     """
@@ -435,7 +441,8 @@ def records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, An
         for number, row in enumerate(parquet_rows(path, columns), 1):
             yield f"{path} row {number}", row, ""
         return
-    if has_ending(path, ".json") and path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+    # Some .json files hold a line for each value.
+    if has_ending(path, ".json") and path.read_text("utf-8-sig", "replace").lstrip()[:1] == "[":
         for number, value in enumerate(read_json(path), 1):
             yield f"{path} entry {number}", value, ""
         return
@@ -525,7 +532,8 @@ def text_documents(path: Path) -> Iterator[str]:
 
 @functools.cache  # once for a file that is read several times
 def warn_of_encoding(path: Path) -> None:
-    print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
+    advice = "convert it, or the rest becomes \ufffd"
+    print(f"warning: {path} is not UTF-8 everywhere; {advice}", file=sys.stderr)
 
 
 # ==== the Python standard library
@@ -581,14 +589,14 @@ def stdlib_documents(part: str) -> Iterator[str]:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
-    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34 (p100, p400), hf:OWNER/NAME/GLOB, or a path, glob or folder"
-    add("--source", required=True, action="append", help=f"text to read: {kinds} (repeatable)")
+    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34 (p100, p400), hf:OWNER/NAME/GLOB, path, glob, folder"
+    add("--source", required=True, action="append", help=f"text to read, repeatable: {kinds}")
     add("--text-field", default="text", help="JSON field or parquet column of the text [%(default)s]")
     add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")
     add("--max-documents", type=int, help="maximum number of documents (default: all)")
     add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
     add("--interleave", action="store_true", help="local files side by side, not one after the other")
-    add("--skip-bad", action="store_true", help="skip malformed lines and files in UTF-16 or without text")
+    add("--skip-bad", action="store_true", help="skip malformed lines, and files that are no UTF-8")
 
 
 def check_flags(args: argparse.Namespace, **minimums: int) -> None:

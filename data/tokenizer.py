@@ -87,7 +87,7 @@ def train(
         if vocab_size:
             advice = f"give more text or a smaller size, such as {fitting}"
             fail(f"the text is too small for --vocab-size {vocab_size}: only {limit} entries; {advice}")
-        print(f"note: the text is small, so the vocabulary has {fitting:,} entries and not {VOCAB_SIZE:,}")
+        print(f"note: the text is small: the vocabulary has {fitting:,} entries, not {VOCAB_SIZE:,}")
         num_ranks = fitting - len(SPECIAL_TOKENS)
     special = {name: num_ranks + i for i, name in enumerate(SPECIAL_TOKENS)}
     return make_spec(pattern, ranks[:num_ranks], special)
@@ -248,10 +248,10 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a new tokenizer that pretrain.py has too."""
     add = parser.add_argument
-    held_out = "held-out fraction of local files: 1 document in round(1 / F) (default: 0.01, 0.05 below 5 MB)"
+    held_out = "held-out part of local files: 1 document in round(1 / F) (default: 0.01; 0.05 below 5 MB)"
     add("--val-fraction", metavar="F", type=float, help=held_out)
-    size = f"entries of a new tokenizer, special tokens included (default: {VOCAB_SIZE}, or less for little text)"
-    add("--vocab-size", type=int, help=size)
+    size = f"entries, special tokens included (default: {VOCAB_SIZE}, less for little text)"
+    add("--vocab-size", type=int, help=f"size of a new tokenizer in {size}")
     add("--pattern", choices=PATTERNS, help="split pattern of a new tokenizer (default: gpt4)")
 
 

@@ -11,6 +11,7 @@ keys and values in fp16. Where its greedy choice is not ours, our logits of both
 
 # ruff: noqa: E402
 import argparse
+import itertools
 import json
 import math
 import os
