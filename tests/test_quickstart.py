@@ -389,7 +389,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"data/pairs\.py|_encoder\.py|export\.py out/embed": "test_encoder.py makes pairs, trains and exports an encoder",
     r"records/leaderboard\.py": "there are no entries here; test_records.py has some",
     r"records/tracks\.py add": "needs a dataset and runs of it; test_records.py has others",
-    r"pypi:|@runs/p(34|100)|add\.py out/p34": "needs a package index and a GPU; test_data_pypi.py has small wheels",
+    r"pypi:|@runs/p(34|100)|shards/p400|add\.py out/p34": "needs an index, a GPU; test_data_pypi.py has small wheels",
     r"--help$": "test_readme_commands_exist knows the flags",
 }
 
