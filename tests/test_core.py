@@ -367,13 +367,13 @@ def test_two_processes(trained, tmp_path):
 def test_mistakes_of_the_command(data, trained, tmp_path):
     """A dataset without CORE files is named with the command that adds them."""
     bare = shutil.copytree(data, tmp_path / "bare")
-    info = json.loads((bare / "dataset.json").read_text())
+    info = ts.unseal((bare / "dataset.json").read_bytes())
     info["files"] = {name: entry for name, entry in info["files"].items() if not name.startswith("core/")}
-    (bare / "dataset.json").write_text(json.dumps(info))
+    (bare / "dataset.json").write_bytes(ts.seal(info))
     other = write_dataset(tmp_path / "other", merges=MERGES[:-1])
-    info = json.loads((other / "dataset.json").read_text())
+    info = ts.unseal((other / "dataset.json").read_bytes())
     info["files"]["core/copa.npz"] = {"sha256": ""}
-    (other / "dataset.json").write_text(json.dumps(info))
+    (other / "dataset.json").write_bytes(ts.seal(info))
     for flags, words in (
         (("--data", bare), f"python data/core_tasks.py --download --data {bare}"),
         (("--data", other), "another tokenizer"),
