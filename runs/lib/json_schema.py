@@ -3,7 +3,8 @@
     vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=stop_id)
     mask = Mask.from_schema({"type": "object"}, vocabulary)          for engine.Completion(..., mask=mask)
 
-llguidance holds nearly all that a schema says. At the end of an answer jsonschema checks the rest.
+llguidance holds nearly all that a schema says. At its end jsonschema checks an answer: one that breaks the schema ends
+with "length", never with "stop".
 
 A schema can be made to take minutes or all memory, or to overflow the stack. So each new one is compiled first by
 grammar_compiler.py, a process with limits.
