@@ -82,7 +82,8 @@ def agents(tmp_path, fast_python):
         with out.open("w") as file:
             command = ["bash", "runs/cluster/multi_node.sh", *argv]
             job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        job.text, job.head = out.read_text, port
+        job.text = lambda: out.read_text(encoding="utf-8", errors="replace")
+        job.head = port
         started.append(job)
         return job
 

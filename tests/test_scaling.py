@@ -104,7 +104,7 @@ def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> su
             **more}  # fmt: skip
     flags = shlex.join(sets(tiny))
     command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
-    return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, timeout=300)
+    return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, encoding="utf-8", errors="replace", timeout=300)
 
 
 def test_miniseries(sandbox, dataset_dir):
@@ -158,7 +158,7 @@ def test_launch(tmp_path, gpus, processes):
     python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@" >>calls; fi\n')
     python.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-ec", LAUNCH], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-ec", LAUNCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     assert done.returncode == 0, done.stderr
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes} " if processes > 1 else ""
     assert (tmp_path / "calls").read_text().splitlines() == [
@@ -175,7 +175,7 @@ def test_speedrun(sandbox):
     for flag, run in (("", "out/speedrun_medium"), ("--smoke", "out/smoke_medium")):
         (sandbox / "python.log").unlink(missing_ok=True)
         command = ["bash", str(sandbox / "runs/speedrun_medium.sh"), *flag.split()]
-        done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8", errors="replace")
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
@@ -192,5 +192,5 @@ def test_speedrun(sandbox):
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
         assert finetune.endswith(f"--run-dir {run}_sft")
-        again = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        again = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8", errors="replace")
         assert again.stdout.count("is finished already") == 2
