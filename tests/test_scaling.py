@@ -22,6 +22,9 @@ from tiny import ROOT
 # rest, and what is above the floor falls with FLOPs ** -(ALPHA BETA / (ALPHA + BETA)).
 FLOOR, A, ALPHA, B, BETA = 0.5, 60.0, 0.30, 400.0, 0.35
 
+# What a console of another encoding prints is no failure.
+CAPTURED = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+
 
 def fake_run(folder: Path, width: int, flops: float) -> None:
     """What scaling_plot.py reads of a run with width / 64 layers and 32,768 entries."""
@@ -104,7 +107,7 @@ def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> su
             **more}  # fmt: skip
     flags = shlex.join(sets(tiny))
     command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
-    return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, encoding="utf-8", errors="replace", timeout=300)
+    return subprocess.run(["bash", "-c", command], cwd="/", **CAPTURED, timeout=300)
 
 
 def test_miniseries(sandbox, dataset_dir):
@@ -158,7 +161,7 @@ def test_launch(tmp_path, gpus, processes):
     python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@" >>calls; fi\n')
     python.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-ec", LAUNCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(["bash", "-ec", LAUNCH], cwd=tmp_path, env=environment, **CAPTURED)
     assert done.returncode == 0, done.stderr
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes} " if processes > 1 else ""
     assert (tmp_path / "calls").read_text().splitlines() == [
@@ -175,7 +178,7 @@ def test_speedrun(sandbox):
     for flag, run in (("", "out/speedrun_medium"), ("--smoke", "out/smoke_medium")):
         (sandbox / "python.log").unlink(missing_ok=True)
         command = ["bash", str(sandbox / "runs/speedrun_medium.sh"), *flag.split()]
-        done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8", errors="replace")
+        done = subprocess.run(command, cwd="/", **CAPTURED)
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
@@ -192,5 +195,5 @@ def test_speedrun(sandbox):
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
         assert finetune.endswith(f"--run-dir {run}_sft")
-        again = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8", errors="replace")
+        again = subprocess.run(command, cwd="/", **CAPTURED)
         assert again.stdout.count("is finished already") == 2
