@@ -4,8 +4,7 @@
     python data/sft.py --data data/shards/mine --source smol-smoltalk --source addition:2000
     python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
 
---source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
-one, picked by the seed; 1.5: all once and half of them again):
+--source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: half of them):
 
     PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .json, .parquet: {"messages": [{"role", "content"}]},
                                  the list alone, ShareGPT's "conversations", Alpaca's "instruction"
@@ -20,15 +19,13 @@ Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|>
 and <|python_end|>, and "python_output", between <|output_start|> and <|output_end|>. The loss mask
 is 1 for what the assistant writes: its text, its python with both special tokens, and
 <|assistant_end|>; not <|assistant_start|>, not the output. System and developer messages are put
-before the next user message with a blank line. Special tokens spelled in a text stay text.
+before the next user message with a blank line.
 
-Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask,
-NAME.mask.bin: the same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for
-each token (1: a target of the loss). A reader of the shards must skip *.mask.bin. dataset.json then
-lists the files and the splits "sft_train" and "sft_val", and states a fingerprint of shards, masks
-and tokenizer under "sft". Without --val-source, --val-fraction of the conversations are held out
-before weights apply; the generated tasks hold out words and pairs of numbers. What is in both
-splits is left out of training.
+Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask, NAME.mask.bin: the
+same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for each token (1: a target of the loss).
+dataset.json then lists the files and the splits "sft_train" and "sft_val". Without --val-source, --val-fraction of the
+conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers. What is in
+both splits is left out of training.
 """
 
 import argparse

@@ -21,10 +21,7 @@ import heapq
 import io
 import json
 import os
-import platform
-import random
 import sys
-import sysconfig
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +35,8 @@ from typing import Any, BinaryIO
 
 import hub
 import pypi
+import stdlib_text
 from dataset import fail, read_json, run, sha256_file
-from pypi import cut_chunks
 
 HUB_SOURCES = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",
@@ -52,10 +49,8 @@ TEXT = tuple(
 )
 HUB_FILES = 40  # default number of training files, about 2 billion tokens of climbmix
 HUB_VAL_DOCUMENTS = 10_000  # of the last file, which has some 50 million tokens
-STDLIB_CHUNK = 6_000  # characters
 TEXT_CHUNK = 12_000  # characters
 LITTLE_TEXT = 5_000_000  # bytes of files; 1 % of less is too little to validate on
-STDLIB_VAL_FRACTION = 0.05
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Source:
         if named and self.interleave:
             fail(f"--interleave is for files on this machine, --source is {first}; leave it out")
         if first == "stdlib":
-            self.inputs = [stdlib_identity()]
+            self.inputs = [stdlib_text.identity()]
         elif first.startswith("pypi:"):
             self.inputs, self.corpus = pypi.open_set(first, self.workers)
         else:
@@ -145,7 +140,7 @@ class Source:
     def open_val_source(self) -> None:
         """All of val_source is validation; of climbmix and fineweb-edu the last file."""
         if self.val_source == "stdlib":
-            val_inputs = [stdlib_identity()]
+            val_inputs = [stdlib_text.identity()]
         else:
             self.val_files = find_files(self.val_source, skip_bad=self.skip_bad)
             if self.val_source in HUB_SOURCES:
@@ -169,7 +164,7 @@ class Source:
             if limit is None and self.val_source is None:
                 limit = HUB_VAL_DOCUMENTS
         elif "stdlib" in (*self.source, self.val_source):
-            documents = stdlib_documents("val")
+            documents = stdlib_text.documents("val")
         elif self.corpus:
             documents = map(bytes.decode, self.corpus.val)
         else:
@@ -190,7 +185,7 @@ class Source:
     def read_source(self) -> Iterator[str]:
         """The documents of source, up to max_documents and max_bytes."""
         if self.source == ["stdlib"]:
-            documents = stdlib_documents("train")
+            documents = stdlib_text.documents("train")
         elif self.corpus:
             documents = map(bytes.decode, self.corpus.train)
         elif self.interleave and len(self.files) > 1:
@@ -534,53 +529,6 @@ def text_documents(path: Path) -> Iterator[str]:
 def warn_of_encoding(path: Path) -> None:
     advice = "convert it, or the rest becomes \ufffd"
     print(f"warning: {path} is not UTF-8 everywhere; {advice}", file=sys.stderr)
-
-
-# ==== the Python standard library
-
-
-def stdlib_root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def stdlib_identity() -> list[str]:
-    """What tells that the text of `stdlib` is another one."""
-    return ["stdlib", platform.python_version()]
-
-
-def stdlib_files() -> list[str]:
-    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed
-    packages, tests, demos, character maps, or other files that are mostly generated tables."""
-    skip = set("site-packages dist-packages test tests __pycache__ idlelib turtledemo _bundled".split())
-    generated = {"pydoc_data/topics.py", "html/entities.py"}
-    root = stdlib_root()
-    names = []
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root).as_posix()
-        is_made = name in generated or name.startswith("config-") or path.name.startswith("_sysconfigdata")
-        if path.is_file() and not is_made and not skip & set(name.split("/")):
-            names.append(name)
-    return sorted(names)
-
-
-def is_val_file(name: str) -> bool:
-    """Whole files are held out, chosen by a hash of the path: no part of one is ever trained on."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < STDLIB_VAL_FRACTION * 2**64
-
-
-def stdlib_documents(part: str) -> Iterator[str]:
-    """Chunks of the "train" or "val" files, in an order that a fixed seed shuffled."""
-    chunks: list[str] = []
-    for name in stdlib_files():
-        if is_val_file(name) != (part == "val"):
-            continue
-        text = (stdlib_root() / name).read_text(encoding="utf-8", errors="replace")
-        # Half of encodings/ are generated character maps, which hold these names.
-        if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
-            continue
-        chunks += cut_chunks(text, STDLIB_CHUNK)
-    random.Random(20240520).shuffle(chunks)
-    return map(clean, chunks)
 
 
 # ==== flags

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import sources
+import stdlib_text
 import zstandard
 
 from commands import sentence
@@ -257,7 +258,7 @@ def test_inputs_notice_a_changed_file(tmp_path):
 
 
 def test_stdlib():
-    names = sources.stdlib_files()
+    names = stdlib_text.files()
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= set(names) and names == sorted(names)
     assert not [n for n in names if "/test" in n or "site-packages" in n or n.startswith("idlelib")]
     source = sources.Source(["stdlib"])
@@ -269,7 +270,7 @@ def test_stdlib():
     assert all("\n" not in d.rstrip("\n") for d in long)  # only single lines exceed the limit
     assert train != sorted(train)
     # Whole files are held out.
-    files = [sources.stdlib_root() / name for name in names if sources.is_val_file(name)]
+    files = [stdlib_text.root() / name for name in names if stdlib_text.is_val_file(name)]
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     assert all(chunk in text for chunk in val)
 
