@@ -1,7 +1,6 @@
 """Conversations to token shards with loss masks, inside an existing dataset directory.
 
-    python data/sft.py --data data/shards/mine --source chat.jsonl --source gsm8k:train.jsonl:2
-    python data/sft.py --data data/shards/mine --source smol-smoltalk --source addition:2000
+    python data/sft.py --data data/shards/mine --source chat.jsonl --source addition:2000
     python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
 
 --source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: half of them):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import pypi
 import sources
 import stdlib_text
 import zstandard
@@ -306,10 +307,10 @@ def test_chunks_are_those_of_a_plain_search():
     for _ in range(1500):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 30))) + rng.choice(["", "end", " "])
         limit = rng.randint(1, 120)
-        assert sources.cut_chunks(text, limit) == plain_cuts(text, limit)
+        assert pypi.cut_chunks(text, limit) == plain_cuts(text, limit)
     # By hand: before a decorator, not between it and its function.
     texts = ["import os\n\n\n", "@cache\ndef f():\n    return 1\n\n\n", "@cache\ndef g():\n    return 2\n"]
-    assert sources.cut_chunks("".join(texts), 40) == texts
+    assert pypi.cut_chunks("".join(texts), 40) == texts
 
 
 HUB_PROGRAM = """
