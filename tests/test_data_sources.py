@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-import pytest
 import pypi
+import pytest
 import sources
 import stdlib_text
 import zstandard
