@@ -650,13 +650,13 @@ def test_newest_and_best_are_kept(tmp_path):
 
 
 def test_later_settings_count(tmp_path):
-    (tmp_path / "a.toml").write_text('\ufefflr = 1e-4\n[data]\npath = "json"\nsplit = "a"\n')
+    (tmp_path / "a.toml").write_text('\ufefflr = 1e-4\n[data]\npath = "json"\nsplit = "a"\n', encoding="utf-8")
     words = ["--lr", "3e-5", "sft", "@", str(tmp_path / "a.toml"), "--data.split", "b", "--model-name=x", "--run-dir",
              "y", "--recompute"]  # fmt: skip
     config = ft.make_config(words)
     assert (config.command, config.lr, config.resume, config.recompute) == ("sft", 1e-4, False, True)
     assert config.data == ft.Source(path="json", split="b")
-    (tmp_path / "a.toml").write_text("packz = 3")
+    (tmp_path / "a.toml").write_text("packz = 3", encoding="utf-8")
     with pytest.raises(ft.RunError, match="--packz is 3: extra inputs are not permitted"):
         ft.make_config(words)
 
