@@ -3,8 +3,8 @@
 import base64
 import functools
 import json
-import random
 import os
+import random
 import re
 from pathlib import Path
 
