@@ -1,9 +1,9 @@
-"""DecoderStack-medium: how a 24-layer, 1536-wide GPT of 1.4 billion parameters is trained, in one file.
+"""DecoderStack-medium: how a 24-layer, 1536-wide GPT of 1.4 B parameters is trained, in one file.
 
-    torchrun --standalone --nproc_per_node=8 train_medium.py   eight GPUs (runs/speedrun_medium.sh: to chat)
-    python train_medium.py                                     one GPU, same recipe, same tokens per step
+    torchrun --standalone --nproc_per_node=8 train_medium.py   eight GPUs (runs/speedrun_medium.sh)
+    python train_medium.py                                     one GPU, same recipe and batch
     python train_medium.py --recompute                         one GPU of 24 GiB, see runs/README.md
-    python train_medium.py --num-layers 12                     another size: width, batch, rates follow
+    python train_medium.py --num-layers 12                     another size: the rest follows
 
 It reads a dataset directory (data/README.md) and writes a run directory: this script, config.json,
 log.jsonl, checkpoints and result.json. What is done with a trained model lives in runs/.
@@ -27,23 +27,22 @@ Letters in shape comments: T packed tokens, D width, H heads, K head width, F ML
 V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch,
 P packs.
 
-What lies between `shared` marks is the same in train_small.py (dev/sync.py compares). What differs are the
-numbers of CONFIG and the rules that give them here. Those with a measurement behind them (dev/LOG.md):
+What lies between `shared` marks is the same in train_small.py (dev/sync.py compares). What differs
+are numbers of CONFIG and the rules that give them here. Those that were measured (dev/LOG.md):
 
     small                            here                             because
     -----                            ----                             -------
-    a batch that grows in stages     one stage                        1 M tokens a step keep 8 GPUs busy; a
+    a batch that grows in stages     one stage                        1 M tokens keep 8 GPUs busy; a
                                                                       ramp gained nanochat little
-    one table for input and output   two; `tied` makes them one       one is better up to 94 M tokens; longer
-                                                                      recipes part them (modded-nanogpt
-                                                                      medium after 360 M)
-    4 value embedding tables         12, in every other layer         nanochat's best transfer; sharing them
+    one table for input and output   two; `tied` makes them one       one is better up to 94 M tokens;
+                                                                      longer recipes part them
+    4 value embedding tables         12, in every other layer         nanochat's best; sharing them
                                                                       all failed
-    bigram and trigram embeddings    off; runs/b34_medium.args: on    1.1331 -> 1.1267 bpb after 34 M tokens;
+    bigram and trigram embeddings    off; runs/b34_medium.args: on    1.1331 -> 1.1267 bpb at 34 M;
                                                                       none for nanochat at 25 layers
-    input only in the first layer    and 0.20 to 0.05 of it in each   nanochat's; at 11 layers it began at 0 and
-                                                                      was worth nothing beside mixing
-    fp8 in head, qkv and MLP         and in o                         at width 768 casts cost what that saves
+    input only in the first layer    and 0.20 to 0.05 of it in each   nanochat's; at 11 layers it was
+                                                                      worth nothing beside mixing
+    fp8 in head, qkv and MLP         and in o                         at width 768 casts cost as much
 """
 
 # >>> shared: imports
@@ -127,7 +126,7 @@ def require(condition, sentence: str) -> None:
 # <<< shared: imports
 # ===============================================================================
 # 1. CONFIG -- every recipe number with its unit or reason
-# Change a field here, or to try something out with its flag (which voids record status). A 0 where a
+# Change a field here, or try something out with its flag (which voids record status). A 0 where a
 # rule is named means "by the rule". "Record N" is an entry of modded-nanogpt's leaderboard.
 
 
@@ -153,7 +152,7 @@ class Config:
     window_short: int = 512  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back it sees in long_layers
     no_attention_layers: tuple = ()  # layers that are an MLP alone
-    long_layers: tuple = ()  # layers with the long window; none: every fourth and the last (nanochat)
+    long_layers: tuple = ()  # layers with the long window; none: each 4th and the last (nanochat)
     key_offset: bool = True  # in long_layers half of each key comes from the previous token
     value_embeds: bool = True  # an embedding of each token in v of every other layer and the last
     shared_input_from: int = 99  # layer from which on attention reads one input (record 77); 99: off
@@ -176,7 +175,7 @@ class Config:
     fp8_head: bool = True  # product of the head in fp8, likewise
     fp8_o: bool = True  # product of attention's output in fp8
     recompute: bool = False  # layers run again in the backward: a third of the memory, without fp8
-    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens, as for multi-token prediction (record 53)
+    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens: multi-token prediction (record 53)
     mtp_until: float = 0.5  # fraction of the run over which all of them but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
@@ -309,14 +308,14 @@ RANGES = {
 def config_of_steps(steps: int, values: dict) -> Config:
     """The Config with these values and so many steps."""
     config = Config(**values)
-    # By the rules the tokens of N steps depend on the length. By rounding this may go back and forth.
+    # By the rules the tokens of N steps depend on the length. Rounding may make this go to and fro.
     for _ in range(50):
         config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
     return config
 
 
-# -- rules: from depth and horizon to batch, rates and decay. They meet nanochat's numbers at 24 layers
-# (5.84 billion tokens, 2 ** 20 a step), where its CORE was measured, and those of the small model at 34 million.
+# -- rules: from depth and horizon to batch, rates and decay. They meet nanochat's numbers at 24
+# layers (5.84 B tokens, 2 ** 20 a step), where its CORE was measured, and our small model's at 34 M.
 
 
 def matmul_weights(config: Config) -> int:
@@ -335,18 +334,18 @@ def batch_rule(tokens: int) -> int:
 
 
 def rate_rule(tokens: int, batch: int) -> float:
-    """Factor on all rates: the root of the batch (arXiv 2205.10287) times the power -0.2 of the horizon.
+    """Factor on all rates: the root of the batch (arXiv 2205.10287) times horizon ** -0.2.
 
-    The power is computed from recipes that were tuned, those of the small model, of modded-nanogpt and of
-    nanochat (dev/LOG.md). arXiv 2409.19913 finds -0.3.
+    The power is that of tuned recipes, our small model's, modded-nanogpt's and nanochat's
+    (dev/LOG.md). arXiv 2409.19913 finds -0.3.
     """
     return (batch / 2**20) ** 0.5 * (max(tokens, 1) / 5.84e9) ** -0.2
 
 
 def decay_rule(most: float, lr: float, steps: int, total: float) -> float:
-    """Weight decay by which lr x decay adds up to `total` over the run, if that is not above `most`.
+    """Weight decay by which lr x decay adds up to `total` over the run, but at most `most`.
 
-    Source: arXiv 2405.13698. With rates as the root of the batch this is nanochat's rule, root of the
+    Source: arXiv 2405.13698. With rates as the root of the batch this is nanochat's rule, root of
     batch over tokens. Its value for short runs (0.28 at 12 layers) is far above what modded-nanogpt
     uses there (0.03 to 0.05), hence the bound.
     """
@@ -371,9 +370,9 @@ class Policy:
 def parameter_table(config: Config) -> dict[str, Policy]:
     """All optimizer policy on one screen. The order is the order of communication.
 
-    Betas and multipliers follow modded-nanogpt (record 89), and nanochat where modded-nanogpt has no
-    such parameter. An orthogonal step needs no factor for the width; tables and head use nanochat's,
-    the root of 768 / width. One table for input and output has the head's policy.
+    Betas and multipliers follow modded-nanogpt (record 89), or nanochat where that has no such
+    parameter. An orthogonal step needs no factor for the width; tables and head use nanochat's, the
+    root of 768 / width. One table for input and output has the head's policy.
     """
     c = config
     narrow = (768 / c.width) ** 0.5
@@ -401,8 +400,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-# Learned scalars: a row for each name, a column for each layer. Initial values of the first and the last layer, with
-# those of the others on a line between them.
+# Learned scalars: a row for each name, a column for each layer. Initial values of the first and the
+# last layer; those of the others lie on a line between.
 SCALARS = {
     "resid_attn": (1.15, 1.05),  # factor of the residual stream before attention is added
     "resid_mlp": (1.0, 1.0),  # and before the MLP is added

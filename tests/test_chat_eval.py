@@ -183,13 +183,14 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert [row[1] for row in rows[1:]] == ["4", "4", "4", "4", "1", "4", "21"]
     centred = [(float(row[2]) - (0.25 if i < 3 else 0)) / (0.75 if i < 3 else 1) for i, row in enumerate(rows[1:-1])]
     assert [float(row[3]) for row in rows[1:-1]] == pytest.approx(centred)
-    assert result["chatcore"] == pytest.approx(sum(centred) / 6) == pytest.approx(float(rows[-1][3]))
+    assert "chatcore" not in result, "four examples of each task are an estimate"
+    assert result["chatcore_estimate"] == pytest.approx(sum(centred) / 6) == pytest.approx(float(rows[-1][3]))
     samples = [json.loads(line) for line in (run_dir / "chat_eval_samples.jsonl").open()]
     assert {sample["task"] for sample in samples} == {"gsm8k", "humaneval", "spelling"} and len(samples) == 9
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 2, "--tasks", "mmlu,humaneval")
     assert code == 0 and "allow that with --run-code" in out
     assert "no ChatCORE, which is the mean of 6 tasks; 1 were scored" in out
-    assert json.loads(out.splitlines()[-1])["chatcore"] is None
+    assert json.loads(out.splitlines()[-1])["chatcore_estimate"] is None
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),

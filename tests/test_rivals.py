@@ -93,7 +93,8 @@ def clone_of_modded(folder, monkeypatch, leave_out: str = ""):
     folder.mkdir()
     for name in ("train_gpt.py", "triton_kernels.py", "dc_triton_kernels.py"):
         anchors = [old for file, old, _ in rivals.CHANGES if file == name and old != leave_out]
-        (folder / name).write_text("\n".join(f"x = dict({a})" if a.endswith(",") else a for a in anchors) + "\n")
+        lines = [f"x = dict({a})" if a.endswith(",") else f"#{a}" if a.startswith(" ") else a for a in anchors]
+        (folder / name).write_text("\n".join(lines) + "\n")
     monkeypatch.setitem(rivals.CLONES, "modded", ("https://localhost/modded", commit_all(folder)))
     return folder
 

@@ -46,7 +46,7 @@ CLONES = {
 CHANGES = (
     ("train_gpt.py", "import tiktoken\n", "import modded_hooks as rival\ntiktoken = rival\n"),
     ("train_gpt.py", "grad_accum_steps = 8 // world_size", "grad_accum_steps = rival.grad_accum_steps"),
-    ("train_gpt.py", "# TODO - Confirm.\n", "rival.change(globals())\n"),
+    ("train_gpt.py", " - Confirm.\n", " - Confirm.\nrival.change(globals())\n"),
     ("train_gpt.py", "vocab_size=50257,", "vocab_size=rival.vocab_size,"),
     (
         "train_gpt.py",

@@ -13,9 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch._dynamo  # noqa: F401  (a run imports it late, which takes a second)
 import train_small as ts
+
+from commands import at_step
 
 ROOT = Path(ts.__file__).parent
 
@@ -45,16 +48,8 @@ def die_at_operation(number: int) -> None:
 
 
 def in_step(step: int, action) -> None:
-    """Runs action(state) after the given step."""
-    real = ts.train_step
-
-    def train_step(state, batch):
-        loss = real(state, batch)
-        if state.step == step:
-            action(state)
-        return loss
-
-    ts.train_step = train_step
+    """Runs action(state) after the given step, for the rest of this process."""
+    at_step(pytest.MonkeyPatch(), step, action)
 
 
 def signal_in_step(step: int, number: int, times: int = 1) -> None:
