@@ -26,6 +26,7 @@ from dataset import (
     FULL_DISK,
     check_dataset,
     check_file,
+    check_format,
     fail,
     file_entry,
     json_bytes,
@@ -204,9 +205,7 @@ def upload(folder: Path, repo: Repo, private: bool = False) -> None:
 
 def check_run(value: Any, path: str) -> dict[str, dict]:
     """The files that a run.json lists, config.json first; ends the script unless they make up a run and lie in it."""
-    found = value.get("format") if isinstance(value, dict) else type(value).__name__
-    if found != RUN_FORMAT:
-        fail(f"{path} has format {found!r}, expected {RUN_FORMAT!r}; upload the run again")
+    check_format(value, path, RUN_FORMAT, "upload the run again")
     files = value.get("files")
     if not isinstance(files, dict):
         fail(f"{path} lists no files; upload the run again")
