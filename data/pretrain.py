@@ -55,8 +55,7 @@ SHARD_TOKENS = 100_000_000
 LITTLE_VAL = 50_000  # bytes of validation text
 # Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
-    **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
-    **dict.fromkeys(("tokenizer", "vocab_size", "pattern")),
+    **dict.fromkeys("max_documents max_bytes val_source val_documents tokenizer vocab_size pattern".split()),
     "tokenizer_chars": tokenizer.MAX_CHARS,
     "shard_tokens": SHARD_TOKENS,
 }
@@ -232,7 +231,12 @@ def build(args: argparse.Namespace) -> None:
         write_shards(args, source, progress)
         finish(progress)
     if source.corpus:
-        pypi.compare_build(args, LOCKED_FLAGS)
+        changed = [flag for flag, value in LOCKED_FLAGS.items() if getattr(args, flag) != value]
+        if changed:
+            names = ", ".join(f"--{flag.replace('_', '-')}" for flag in changed)
+            print(f"not compared with the lock, which holds for a dataset made without {names}")
+        else:
+            pypi.compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
 
 
 def check_documents(source: Source) -> None:
@@ -291,8 +295,7 @@ def finish(progress: Progress) -> None:
     out = progress.out
     path = out / "tokenizer.json"
     settings = progress.settings
-    inputs = settings["inputs"]
-    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
+    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in settings["inputs"]]
     files = {"tokenizer.json": file_entry(path, progress.tokenizer_sha256)}
     for entry in progress.all_shards():
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}

@@ -438,11 +438,10 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
     """For --source pypi:NAME: what identifies the input, and the documents."""
     name = spec.removeprefix("pypi:")
     lock = read_json(LOCK)
-    packages = set_packages(lock, name)
     corpus = make_corpus(lock, name, workers)
     for reason, count in sorted(corpus.dropped.items()):
         print(f"{count:9,} {reason}")
-    files = [[package["file"], package["size"], package["sha256"]] for package in packages]
+    files = [[package["file"], package["size"], package["sha256"]] for package in set_packages(lock, name)]
     return [[spec], *files], corpus
 
 
@@ -473,20 +472,9 @@ def describe(corpus: Corpus) -> dict[str, Any]:
     return result
 
 
-def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """compare_dataset, unless one of these flags asked for another dataset."""
-    flags = [flag for flag, value in defaults.items() if getattr(args, flag) != value]
-    if flags:
-        names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
-        print(f"not compared with the lock, which holds for a dataset made without {names}")
-    else:
-        compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
-
-
-def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:
-    """The layers after the documents: the first that differs ends the script."""
-    lock = lock or read_json(LOCK)
-    expected = read_set(lock, name).get("dataset")
+def compare_dataset(out: Path, name: str) -> None:
+    """The layers after the documents: the first that differs from the lock ends the script."""
+    expected = read_set(read_json(LOCK), name).get("dataset")
     if not expected:
         return
     actual = dataset_layers(read_dataset(out))
@@ -515,13 +503,12 @@ def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
 
 def verify(name: str, out: Path, workers: int) -> None:
     """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
-    lock = read_json(LOCK)
     dataset = read_dataset(out)
-    make_corpus(lock, name, workers)
+    make_corpus(read_json(LOCK), name, workers)
     print(f"wheels and documents are those of pypi:{name}")
     for path, entry in dataset["files"].items():
         check_file(out / path, entry)
-    compare_dataset(out, name, lock)
+    compare_dataset(out, name)
 
 
 def write_lock(name: str, out: Path | None, workers: int) -> None:

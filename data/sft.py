@@ -415,7 +415,10 @@ def encode_source(
 def read_splits(
     sources: list[ChatSource], val_sources: list[ChatSource], encoding: Any, args: argparse.Namespace
 ) -> tuple[dict[str, list[Conversation]], dict[str, Counter]]:
-    """The conversations of both splits in the order to write them in, and the tallies of encode_source."""
+    """The conversations of both splits in the order to write them in, and the tallies of encode_source.
+
+    Random numbers: stream 0 for each --source, 1 for each --val-source, 2 for the order of each split.
+    """
     train: list[Conversation] = []
     val: list[Conversation] = []
     tallies = {"train": Counter(), "val": Counter()}
