@@ -63,11 +63,8 @@ def leaderboard() -> str:
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
     blocks = []
-
-    def is_other(pair: tuple[str, dict]) -> bool:
-        return pair[1]["dataset"] != tracks_json["main_dataset"]
-
     # What everyone can repeat comes first.
+    is_other = lambda pair: pair[1]["dataset"] != tracks_json["main_dataset"]
     for name, track in sorted(tracks_json["tracks"].items(), key=is_other):
         mine = [record for record in records if name in tracks_by_name[record["name"]]]
         if not mine:
@@ -124,16 +121,13 @@ def current_entries() -> dict[str, dict]:
     """The newest entry of each args file that still sets the same; the main dataset comes first."""
     current = {}
     for record in sorted(read_records(), key=last_start):
-        args = record["args"]
-        if args:
-            paths = files.BASELINES / record["name"] / args, files.ROOT / "runs" / args
-            then, now = (settings(path) for path in paths)
-            current |= {args: record} if then | new_settings(now, record) == now else {}
+        if args := record["args"]:
+            then = settings(files.BASELINES / record["name"] / args)
+            now = settings(files.ROOT / "runs" / args)
+            if then | new_settings(now, record) == now:
+                current[args] = record
     main_dataset = tracks.read()["main_dataset"]
-
-    def order(args: str) -> tuple[bool, str]:
-        return current[args]["dataset"]["name"] != main_dataset, args
-
+    order = lambda args: (current[args]["dataset"]["name"] != main_dataset, args)
     return {args: current[args] for args in sorted(current, key=order)}
 
 
@@ -208,8 +202,9 @@ def draw() -> list[Path]:
 # ==== the command
 
 
-def write() -> None:
-    """Writes pages and plots. Raises UserError if an entry does not verify."""
+def main(argv: list[str] | None = None) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args(argv)
     for folder in entry.folders():
         if problems := rules.problems(folder):
             raise files.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
@@ -220,12 +215,6 @@ def write() -> None:
         print(f"{os.path.relpath(page)}: {'was current' if new == old else 'is written'}")
     for path in draw():
         print(f"{os.path.relpath(path)}: written")
-
-
-def main(argv: list[str] | None = None) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args(argv)
-    write()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import entry
 import numpy as np
@@ -11,16 +12,25 @@ from metrics import split_log
 COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
 
 
+class Point(NamedTuple):
+    """A training line of a log; val_bpb is None where the run did not validate."""
+
+    tokens: int
+    seconds: float
+    bpb: float
+    val_bpb: float | None
+
+
 @dataclass
 class Row:
-    """Runs that differ in their seed only. Points of curves are (tokens, seconds, bpb, val bpb)."""
+    """Runs that differ in their seed only."""
 
     name: str
     device: str
     num_devices: int
     data: str  # bits per byte of rows with the same text here may be compared
     runs: list[dict]  # metrics, None where a log does not state them
-    curves: list[list[tuple]]
+    curves: list[list[Point]]
     session: tuple | None = None  # entry.session(): rows with the same one may compare their seconds
 
     def values(self, key: str) -> list[float]:
@@ -34,11 +44,11 @@ class Row:
         return fmean(values) if values else None
 
 
-def points(log: list[dict]) -> list[tuple]:
-    """The curve of a run, see Row."""
+def points(log: list[dict]) -> list[Point]:
+    """The curve of a run."""
     train, val = split_log(log)
     bpb = {line["step"]: line["val_bpb"] for line in val}
-    return [(line["tokens"], line["train_seconds"], line["bpb"], bpb.get(line["step"])) for line in train]
+    return [Point(line["tokens"], line["train_seconds"], line["bpb"], bpb.get(line["step"])) for line in train]
 
 
 def record_row(folder: Path) -> Row:
@@ -69,14 +79,14 @@ def draw_rows(rows: list[Row], path: Path) -> None:
         name = f"{row.name}, {row.num_devices} x {row.device}: {row.mean('val_bpb'):.4f}"
         panels[0].plot([], [], marker="o", label=name, **style)
         for curve in row.curves:
-            val = [p for p in curve if p[3] is not None]
-            for x, axes in enumerate(panels):
-                axes.plot([p[x] for p in curve], [p[2] for p in curve], lw=0.8, alpha=0.45, **style)
+            val = [p for p in curve if p.val_bpb is not None]
+            for x, axes in enumerate(panels):  # over tokens, over seconds
+                axes.plot([p[x] for p in curve], [p.bpb for p in curve], lw=0.8, alpha=0.45, **style)
                 width = 1.2 if len(val) > 1 else 0
-                axes.plot([p[x] for p in val], [p[3] for p in val], marker="o", lw=width, **style)
+                axes.plot([p[x] for p in val], [p.val_bpb for p in val], marker="o", lw=width, **style)
             # The first eighth of a run is far above the rest, which is what one wants to see.
-            late = [p for p in curve if p[0] >= curve[-1][0] / 8]
-            heights += [y for p in late for y in p[2:] if y is not None]
+            late = [p for p in curve if p.tokens >= curve[-1].tokens / 8]
+            heights += [y for p in late for y in (p.bpb, p.val_bpb) if y is not None]
     for axes, label in zip(panels, ("training tokens", "training seconds"), strict=True):
         axes.set(xlabel=label, ylabel="bits per byte")
         axes.grid(alpha=0.3)
@@ -97,11 +107,11 @@ def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> N
         ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X") for q in quotes]
         for row in rows:
             # By tokens, as seeds may be validated at different steps, or only at the end.
-            validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
+            validated = [{p.tokens: p for p in curve if p.val_bpb is not None} for curve in row.curves]
             validated = [run for run in validated if len(run) > 1] or validated
             tokens = sorted(set.intersection(*map(set, validated)))
-            seconds = np.array([[run[n][1] for n in tokens] for run in validated])
-            bpb = np.array([[run[n][3] for n in tokens] for run in validated])
+            seconds = np.array([[run[n].seconds for n in tokens] for run in validated])
+            bpb = np.array([[run[n].val_bpb for n in tokens] for run in validated])
             color = COLORS.get(row.name, "0.3")
             axes.plot(seconds.mean(0), bpb.mean(0), color=color, lw=2)
             axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=color, alpha=0.3, lw=0)

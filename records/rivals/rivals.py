@@ -218,20 +218,12 @@ def describe(settings: dict, gpu: str | None) -> dict:
     scored = {"targets": text.targets, "bytes": text.bytes, "sha256": text.scored_sha256()}
     dataset = {"name": text.name, "fingerprint": text.info["fingerprint"], "scored": scored}
     device = gpu_name(gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "triton") if is_installed(name)}
+    packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("torch", "triton")}
     machine = {"device": device, "python": platform.python_version(), **packages}
     shown = {name: value for name, value in settings.items() if name != "data"}
     commit = CLONES.get(settings["rival"], (None, None))[1]
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return {"settings": shown, "commit": commit, "dataset": dataset, "machine": machine, "date": date}
-
-
-def is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def train(args: argparse.Namespace, settings: dict, script: list, folder: Path, variables: dict) -> None:
