@@ -7,6 +7,7 @@ Nothing is written unless every entry verifies. README.md says how entries are r
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import entry
@@ -17,7 +18,7 @@ import rules
 import text
 import tracks
 from metrics import METRICS, loss_curve
-from ranking import Standing, rank
+from ranking import Kind, Standing, rank
 from text import format_value
 
 README = files.ROOT / "records" / "README.md"
@@ -25,7 +26,8 @@ QUOTED = files.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- written by records/leaderboard.py; do not edit -->"
 END = "<!-- /written -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:])]
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:]), "by"]
+BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to the target", "by"]
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
 
 
@@ -42,42 +44,88 @@ def entry_line(record: dict, standing: Standing | str) -> list[str]:
     mean = {key: record["summary"][key]["mean"] for key in SHOWN}
     sd = record["summary"]["val_bpb"]["sd"]
     bpb, *metrics = (format(mean[key], METRICS[key][1]) for key in SHOWN)
-    seeds = str(len(record["runs"]))
-    return [link_to(record), str(standing), seeds, bpb, format_value(sd, ".5f"), *metrics]
+    head = [link_to(record), str(standing), str(len(record["runs"])), bpb, format_value(sd, ".5f")]
+    return [*head, *metrics, made_by(record)]
 
 
-def link_to(record: dict) -> str:
-    return f"[{record['name']}](../baselines/{record['name']}/README.md)"
+def link_to(record: dict, shown: str | None = None) -> str:
+    return f"[{shown or record['name']}](../baselines/{record['name']}/README.md)"
+
+
+def made_by(record: dict) -> str:
+    """The names in a line "Made by NAMES." of an entry's README.md; empty if there is none."""
+    page = (files.BASELINES / record["name"] / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^Made by (.+?)\.?$", page, re.M)
+    return found[1] if found else ""
 
 
 def quote_line(quote: dict) -> list[str]:
     """The cells of a quoted figure under TITLES."""
     metrics = [format_value(quote.get(key), METRICS[key][1]) for key in SHOWN[1:]]
-    return [quote["what"], "quoted", "", format_value(quote.get("val_bpb"), ".4f"), "", *metrics]
+    bpb = format_value(quote.get("val_bpb"), ".4f")
+    return [quote["what"], "quoted", "", bpb, "", *metrics, ""]
 
 
 def leaderboard() -> str:
-    """The generated part of records/README.md, markers included."""
+    """The generated part of records/README.md, with its markers: records, then all entries."""
     tracks_json = tracks.read()
     quotes = files.read_json(QUOTED)
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
+    pairs = {}  # p34-small: the standings of its tracks p34-small-bpb and p34-small-seconds
+    for name, track in tracks_json["tracks"].items():
+        if mine := [record for record in records if name in tracks_by_name[record["name"]]]:
+            pairs.setdefault(name.rpartition("-")[0], {})[name] = rank(mine, track)
+
+    def newest(pair: str) -> str:
+        standings = [each for ranked in pairs[pair].values() for each in ranked]
+        return max(entry.day_of(record) for record, _ in standings)
+
+    def comes_late(pair: str) -> tuple[bool, bool]:
+        """What not everyone can repeat, and shapes with tracks of their own."""
+        track = tracks_json["tracks"][next(iter(pairs[pair]))]
+        return track["dataset"] != tracks_json["main_dataset"], "config" in track
+
+    best = []
     blocks = []
-    # What everyone can repeat comes first.
-    is_other = lambda pair: pair[1]["dataset"] != tracks_json["main_dataset"]
-    for name, track in sorted(tracks_json["tracks"].items(), key=is_other):
-        mine = [record for record in records if name in tracks_by_name[record["name"]]]
-        if not mine:
-            continue
-        lines = [entry_line(record, standing) for record, standing in rank(mine, track)]
-        lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
-        blocks.append(f"### {name}\n\n{about(track, tracks_json)}\n\n{text.table(TITLES, lines, 2)}")
+    for pair in sorted(sorted(pairs, key=newest, reverse=True), key=comes_late):
+        parts = []
+        for name, standings in pairs[pair].items():
+            lines = [entry_line(record, standing) for record, standing in standings]
+            lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
+            rule = about(tracks_json["tracks"][name], tracks_json)
+            parts.append(f"**{name}**: {rule}\n\n{text.table(TITLES, lines, 2)}")
+        best.append(best_line(pair, pairs[pair], tracks_json))
+        blocks.append(fold(f"All entries of {pair}, {best[-1][1]}", "\n\n".join(parts)))
+    blocks.insert(0, text.table(BEST_TITLES, best, len(BEST_TITLES)))
     if rest := [record for record in records if not tracks_by_name[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
-        blocks.append(f"### Entries without a track\n\n{text.table(TITLES, lines, 2)}")
+        blocks.append(fold("Entries without a track", text.table(TITLES, lines, 2)))
     taken = {name for names in tracks_by_name.values() for name in names}
-    blocks.append(open_tracks(tracks_json, taken))
-    return "\n\n".join([BEGIN, *blocks, other_projects(quotes), END])
+    blocks += [open_tracks(tracks_json, taken), other_projects(quotes)]
+    return "\n\n".join([BEGIN, *blocks, END])
+
+
+def best_line(pair: str, ranked: dict[str, list], tracks_json: dict) -> list[str]:
+    """The cells of a pair of tracks under BEST_TITLES."""
+    cells = []
+    makers = set()
+    for name, standings in ranked.items():
+        track = tracks_json["tracks"][name]
+        metric = track["ranked_by"]
+        held = [record for record, standing in standings if standing.kind is Kind.RECORD]
+        if held:
+            best = held[0]
+            cells.append(link_to(best, format(best["summary"][metric]["mean"], METRICS[metric][1])))
+            makers.add(made_by(best))
+        else:
+            cells.append("")
+    return [pair, track["hardware"]["device"], *cells, ", ".join(sorted(makers - {""}))]
+
+
+def fold(title: str, body: str) -> str:
+    """A block of Markdown that a click opens."""
+    return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>"
 
 
 def about(track: dict, tracks_json: dict) -> str:
@@ -100,7 +148,7 @@ def open_tracks(tracks_json: dict, taken: set[str]) -> str:
     if not lines:
         return "Every track has an entry."
     table = text.table(["tracks", "makes the dataset", "trains"], lines, 3)
-    return f"### Tracks without an entry\n\nTheir limits are open until three seeds have run.\n\n{table}"
+    return fold("Tracks without an entry", f"Their limits are open until three seeds have run.\n\n{table}")
 
 
 def other_projects(quotes: dict) -> str:
@@ -111,7 +159,7 @@ def other_projects(quotes: dict) -> str:
         more = [quote.get(key, "") for key in ("mfu", "memory", "start")]
         lines.append([quote["what"], hardware, quote["speed"], *more])
     titles = ["training speed, quoted", "hardware", "tokens/s", "MFU", "peak memory", "start to first step"]
-    return f"### Other projects\n\n{quotes['source']}\n\n{text.table(titles, lines, len(titles))}"
+    return fold("Other projects", f"{quotes['source']}\n\n{text.table(titles, lines, len(titles))}")
 
 
 # ==== CURVES.md and plots: today's entries

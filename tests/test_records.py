@@ -257,6 +257,7 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     """Both tracks of the toy: the record that came first, and the worse one, which losses and pictures are of."""
     before = (repo / "records" / "README.md").read_text()
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
+    swap(folders[0] / "README.md", "## Hypothesis", "Made by A. B. Writer.\n\n## Hypothesis")
     pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
     run(leaderboard)
     written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
@@ -271,6 +272,10 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     assert "Fewest bits per byte with 4,608 tokens, at most" in written and "Fewest training seconds" in written
     rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", written, re.M)
     assert rows == [("base", "record 1 "), ("a-low-rate", "")] * 2
+    bpb, seconds = (np.mean([log[-1][key] for log in raw(repo, "a")]) for key in ("val_bpb", "train_seconds"))
+    (best,) = re.findall(r"^\| tiny-small +\| (.*)", written, re.M)  # both records, and their maker
+    assert re.findall(r"\[([\d.]+)\]\(\S+?2026-11-22_base/", best) == [f"{bpb:.5f}", f"{seconds:.2f}"]
+    assert best.endswith("| A. B. Writer |") and written.count("| A. B. Writer |") == 3
     assert "c34-small-bpb, c34-small-seconds" in written and "--max-files 1" in written
     assert "was current" in run(leaderboard)
     record = folders[1] / "record.json"
