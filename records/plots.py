@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import entry
-import numpy as np
 from metrics import split_log
 
 COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
@@ -112,7 +111,7 @@ def draw_today(rows: list[Row], rivals: list[tuple[str, str, float, float]], tit
 
     grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "0.5")
     with matplotlib.rc_context({**grey, "font.size": 11}):  # readable on a light page and on a dark one
-        figure, (axes,) = new_figure(1, (9, 4.2))
+        figure, (axes,) = new_figure(1, (9, 4.8))
         for row in rows:
             color = COLORS.get(row.name, "0.5")
             end = (row.mean("train_seconds"), row.mean("val_bpb"))
