@@ -151,7 +151,7 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
     backend.decoder.sampler = lambda *_: torch.tensor([next(rest)])
     pieces = []
-    backend.reply(backend.ask([{"role": "user", "content": "x"}]), {}, pieces.append)
+    backend.reply([{"role": "user", "content": "x"}], {}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
     assert chat_script.printable("".join(pieces)) == "é你😀 a[2J\tb\n\ufffd"
 

@@ -498,13 +498,13 @@ def test_chat_talks_to_it(reference):
     backend = chat.Pretrained(reference / "model", args)
     talk, pieces = chat.Chat(backend), []
     talk.messages = messages = [{"role": "user", "content": "red"}]
-    backend.reply(talk.ask(), {}, pieces.append)
+    talk.reply({}, pieces.append)
     tokens = backend.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     whole = backend.model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
     assert "".join(pieces) == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
     talk.messages = [{"role": role, "content": "x" * 50} for role in ("user", "assistant") * 3] + messages
-    backend.reply(talk.ask(), {}, pieces.append)
+    talk.reply({}, pieces.append)
     assert len(talk.messages) < 7 and talk.messages[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
