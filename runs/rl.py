@@ -71,7 +71,6 @@ class Settings(BaseModel, allow_inf_nan=False):
     steps: int = Field(250, ge=1, description="steps of the run")
     prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; only 1 is on-policy")
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
     adam_lr: float = Field(0.02, gt=0, description="learning rate of all else, likewise")
@@ -293,7 +292,7 @@ class RolloutLoader:
         for place in range(ranks.rank, settings.prompts, ranks.world):
             examples.append(self.task.train(state.step, place))
             seeds = [seed_of("train", settings.seed, state.step, place, k) for k in range(settings.samples)]
-            completions.append(self.new_completions(examples[-1], seeds, settings.temperature))
+            completions.append(self.new_completions(examples[-1], seeds, 1.0))
         complete(self.generator, [completion for group in completions for completion in group])
         pairs = zip(examples, completions, strict=True)
         groups = [grade(self.task, self.tokenizer, example, group) for example, group in pairs]

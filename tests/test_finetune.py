@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import shutil
 import sys
 from collections import Counter
@@ -397,7 +398,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert finetune.main([str(base), "--steps", "1"]) == 0
     (made,) = (tmp_path / "out").iterdir()
-    assert made.name.endswith("_train_small_finetune") and saved(made) == [1]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small_finetune", made.name) and saved(made) == [1]
     assert ts.read_config(made).stages == ((1.0, 8, 0.8),)
     assert finetune.main(["--help"]) == 0
     assert "--packs N" in capsys.readouterr().out

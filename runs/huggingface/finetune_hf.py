@@ -387,7 +387,7 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
     tools = batch.get("tools") or [None] * len(batch[column])
     for messages, own in zip(batch[column], tools, strict=True):
         text = json.dumps(messages, ensure_ascii=False)[:200]
-        with explain(f"the conversation {text} does not fit the chat template", f"make it {CHAT_FORM}, or fix the template"):
+        with explain(f"the conversation {text} does not fit the chat template", f"make it {CHAT_FORM}"):
             row = apply(present(messages), present(own) or None, return_assistant_tokens_mask=True)
         result["tokens"].append(row["input_ids"])
         result["loss_mask"].append([bool(n) for n in row["assistant_masks"]])
