@@ -45,8 +45,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--run-code", action="store_true", help="score humaneval, whose programs can reach all of your files")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     args = parser.parse_args(argv)
-    if args.limit is not None and args.limit < 1:
-        parser.error("--limit must be at least 1")
     args.tasks = [task for task in args.tasks.split(",") if task]
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")

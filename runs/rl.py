@@ -351,20 +351,21 @@ def evaluate_held_out(rollouts: RolloutLoader) -> tuple[dict[str, float], list[d
     note = "held-out questions" if ranks.is_main else ""
     complete(rollouts.generator, [completion for group in groups for completion in group], note)
 
-    num_correct = np.zeros((2, len(examples)), np.int64)  # of the greedy answer, of the sampled ones
+    greedy_correct = np.zeros(len(examples), np.int64)
+    sampled_correct = np.zeros(len(examples), np.int64)  # how many of n
     answers = []
     for i, group in zip(mine, groups, strict=True):
         greedy, *sampled = grade(rollouts.task, rollouts.tokenizer, examples[i], group)
-        num_correct[0, i] = greedy.reward == 1
-        num_correct[1, i] = sum(r.reward == 1 for r in sampled)
+        greedy_correct[i] = greedy.reward == 1
+        sampled_correct[i] = sum(r.reward == 1 for r in sampled)
         text = rollouts.tokenizer.decode(group[0].tokens)
         answer = {"question": examples[i].question, "expected": examples[i].expected}
         answers.append(answer | {"answer": text, "reward": greedy.reward})
-    greedy, sampled = sum(ranks.gather(num_correct))
-    scores = {"greedy": float(greedy.mean())}
+    scores = {"greedy": float(sum(ranks.gather(greedy_correct)).mean())}
+    counts = sum(ranks.gather(sampled_correct)).tolist()
     for exponent in range(n.bit_length()):
         k = 2**exponent
-        scores[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
+        scores[f"pass@{k}"] = float(np.mean([pass_at_k(n, count, k) for count in counts]))
     return scores, answers[:SHOWN]
 
 

@@ -14,20 +14,16 @@ import hashlib
 import json
 import os
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from processes import python
+from processes import python, serving
 
 HUB = Path(__file__).resolve().parents[1] / "data" / "hub.py"
 # huggingface_hub waits up to 8 s before it tries again, here a tenth of that, and writes pieces of 10 MB, here 0.1 MB.
@@ -177,15 +173,5 @@ def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
         return (post if request.method == "POST" else put)(hub, path, await request.body())
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT"])])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        hub.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield hub
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serving(app) as hub.url:
+        yield hub

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from chats import write_jsonl
 from commands import call, ran, stops
+from commands import entries_without_clocks as entries
 from processes import python
 from tiny import ALONE, CPU, ts
 
@@ -204,16 +205,6 @@ def pretrained(dataset_dir, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("encoder") / "run"
     ran(te.main, "--data", dataset_dir, "--run-dir", run_dir, *tiny_flags(save_every=4, eval_every=4))
     return run_dir
-
-
-def entries(run_dir) -> list[dict]:
-    """The log without what depends on time."""
-    found = []
-    for line in (run_dir / "log.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        timed = ("step_ms", "tokens_per_second", "pairs_per_second", "mfu", "memory_gib", "train_seconds")
-        found.append({key: value for key, value in entry.items() if key not in timed})
-    return found
 
 
 def test_run_directory(pretrained):

@@ -23,7 +23,7 @@ import train_small as ts
 from lib import chat_format, chat_tasks
 
 from chats import chat, run_sft, write_jsonl
-from commands import call, entries, sets, stops
+from commands import call, entries_without_clocks, sets, stops
 from processes import python
 from tiny import ROOT, TINY
 
@@ -294,9 +294,7 @@ def test_a_run_and_its_continuation(source, tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "whole", tmp_path / "part", ignore=shutil.ignore_patterns("step_000004"))
     code, out, err = call(rl.main, "--resume", "--run-dir", tmp_path / "part")
     assert code == 0 and "resumed at step 2" in out, err
-    clocks = ("seconds", "_ms", "per_second", "memory")
-    whole, part = ([{k: v for k, v in e.items() if not any(word in k for word in clocks)}
-                    for e in entries(tmp_path / name)] for name in ("whole", "part"))  # fmt: skip
+    whole, part = (entries_without_clocks(tmp_path / name) for name in ("whole", "part"))
     assert whole == part and [e["step"] for e in whole] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
     rl.engine.load_run(tmp_path / "part", device="cpu")
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
