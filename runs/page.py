@@ -37,7 +37,7 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
-from lib.command import RunError
+from lib.command import RunError, run_command
 from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
@@ -253,11 +253,11 @@ def text_page(client, model: str):
     return demo
 
 
-def main() -> int:
-    args = parse()
+def show(args: argparse.Namespace) -> None:
+    """Serves the page until Ctrl-C, or until the process that started this one ends. Raises: RunError"""
     try:
-        options = client_options(args.url)
         socket.getaddrinfo(args.host, None)  # an unknown name, with which gradio would try for minutes
+        options = client_options(args.url)
         model = openai.OpenAI(**options).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**options), model.id)
@@ -270,18 +270,20 @@ def main() -> int:
             css_paths=LIB / "page.css", share=False, ssr_mode=False, run_history=False, enable_monitoring=False,
             footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
-    except (openai.OpenAIError, RunError, IndexError) as error:
-        print(f"error: {args.url} names no model ({error_message(error)}); check the address", file=sys.stderr)
-        return 1
+    except (openai.OpenAIError, ValueError, IndexError) as error:
+        raise RunError(f"{args.url} names no model ({error_message(error)}); check the address") from None
     except OSError as error:
-        print(f"error: cannot listen on {args.host} ({error}); choose another --host or --port", file=sys.stderr)
-        return 1
+        raise RunError(f"cannot listen on {args.host} ({error}); choose another --host or --port") from None
     print(f"page: {url}", flush=True)
     server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one
-    while server in (None, str(os.getppid())):  # with it the page ends too
-        time.sleep(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        while server in (None, str(os.getppid())):
+            time.sleep(1)
+
+
+def main() -> int:
+    return run_command(lambda: show(parse()))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(main())

@@ -145,14 +145,13 @@ def addition_task(settings: Settings) -> Task:
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
-def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
-    """Grade-school problems; `fits` tells whether a question leaves the context enough tokens for an answer."""
+def gsm8k_task(settings: Settings) -> Task:
+    """Grade-school problems."""
     folder = Path(settings.files) if settings.files else None
-    train_examples = [e for e in chat_tasks.read_task("gsm8k", folder, part="train") if fits(e.question)]
-    test_examples = [e for e in chat_tasks.read_task("gsm8k", folder) if fits(e.question)]
+    train_examples = chat_tasks.read_task("gsm8k", folder, part="train")
+    test_examples = chat_tasks.read_task("gsm8k", folder)
     if not train_examples or not test_examples:
-        wanted = "gsm8k*train* and gsm8k*test* with questions that fit the model's context"
-        raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs {wanted}")
+        raise RunError(f"{folder or 'openai/gsm8k'} cannot be used; it needs gsm8k*train* and gsm8k*test*")
 
     def train(step: int, place: int) -> Example:
         count = len(train_examples)
@@ -399,14 +398,9 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     checkpoint = newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     tokenizer = script.Tokenizer(home / "tokenizer.json")
-    chat_format.check_chat_tokens(tokenizer, home)
     if not chat_format.is_chat_run(home):
         raise RunError(f"{home} was not finetuned, so none of its answers would be correct; start from a finetuned run")
-
-    def fits(question: str) -> bool:
-        return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
-
-    task = addition_task(settings) if settings.task == "addition" else gsm8k_task(settings, fits)
+    task = {"addition": addition_task, "gsm8k": gsm8k_task}[settings.task](settings)
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
 
     class ReinforcementLearning(script.Pretraining):
@@ -463,9 +457,6 @@ def reinforce(args: argparse.Namespace) -> dict:
     home = args.run_dir if args.resume else Path(args.source)
     script = engine.import_script(home)
     given = describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
-    unknown = given.keys() - Settings.model_fields.keys()
-    if args.resume and unknown:
-        raise RunError(f"{home} has the setting {min(unknown)}, unknown here; resume it with the version that began it")
     job = make_job(script, home, check_settings(Settings, given), args.resume)
     return script.train(job, args)
 
