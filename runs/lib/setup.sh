@@ -13,8 +13,7 @@ setup() {
     create_venv || return 1
   fi
   bin=$(venv_bin)
-  hash=$(cat requirements*.txt | "$bin/python" -c \
-    "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())")
+  hash=$(cat requirements*.txt | cksum)
   if ! grep -qxF "$hash $file" "$stamp" 2>/dev/null; then
     install_cpu_torch "$bin"
     echo "setup: installing $file into .venv (the first time takes minutes)"
@@ -22,7 +21,7 @@ setup() {
       echo "error: pip could not install $file (see above); fix that, then run this again" >&2
       return 1
     fi
-    while [[ -f $file ]]; do # and what it includes
+    while [[ -f $file ]]; do # a line for the file, and for each that it includes
       echo "$hash $file"
       file=$(sed -n 's/^-r //p' "$file")
     done >"$stamp"
