@@ -60,8 +60,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (0 <= args.temperature < math.inf and 0 <= args.top_p <= 1):
         parser.error("--temperature must be at least 0, and --top-p from 0 to 1")
-    if not all(0 <= (value or 0) < 2**31 for value in (args.top_k, args.max_tokens, args.seed)):
-        parser.error(f"--top-k, --max-tokens and --seed must be from 0 to {2**31 - 1}")
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
     return args
@@ -96,7 +94,7 @@ class OwnModel:
         top_k = 50 if self.args.top_k is None else self.args.top_k
         return {"temperature": self.args.temperature, "top_k": top_k, "top_p": self.args.top_p}
 
-    def ask(self, messages: list[dict]) -> list[int]:
+    def fit(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
         ids = self.render(messages)
         min_answer = 1  # tokens that must still fit
@@ -136,8 +134,9 @@ class Local(OwnModel):
             ids += self.tokenizer.encode(content) if isinstance(content, str) else content
         return ids
 
-    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer to what ask() gave. Its ids go to answer["ids"]."""
+    def reply(self, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer to a conversation. Its ids go to answer["ids"]. Raises: TooLong"""
+        ids = self.fit(messages)
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling()}
         completion = engine.Completion(ids, self.max_tokens, **options)
@@ -186,10 +185,11 @@ class Pretrained(OwnModel):
     def render(self, messages: list[dict]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
-    def reply(self, ids: list[int], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer. Raises: RunError"""
+    def reply(self, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer to a conversation. Raises: TooLong, RunError"""
         from transformers import TextStreamer
 
+        ids = self.fit(messages)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         max_tokens = min(self.max_tokens, self.limit - len(ids))
@@ -208,10 +208,9 @@ class Pretrained(OwnModel):
 def pretrained_folder(path: Path) -> Path | None:
     """The folder of save_pretrained at a path, itself or its model/; None for another run."""
     for folder in (path, path / "model"):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            if "model_type" in config:
-                return folder
+        config = folder / "config.json"
+        if config.is_file() and '"model_type"' in config.read_text(encoding="utf-8"):
+            return folder
     return None
 
 
@@ -224,10 +223,7 @@ class Remote:
         import openai
         from lib.openai_client import client_options
 
-        try:
-            self.client = openai.OpenAI(**client_options(url), timeout=TIMEOUT)
-        except Exception as error:  # of the library beneath, whose class is not openai's
-            raise RunError(f"--endpoint {url} is no web address ({error}); try http://127.0.0.1:8000") from None
+        self.client = openai.OpenAI(**client_options(url), timeout=TIMEOUT)
         self.args = args
         self.turns = 0
         self.model = args.model
@@ -249,19 +245,8 @@ class Remote:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
 
-    def reply(self, stream, answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer as they come. Raises: RunError"""
-        reason = None
-        with self.failures(), stream:
-            for event in stream:
-                for choice in event.choices:  # none in an event that counts tokens
-                    show(choice.delta.content or "")
-                    reason = choice.finish_reason or reason
-        if not reason:
-            raise RunError("the connection ended before the answer did")
-
-    def ask(self, messages: list[dict]):
-        """The answer to a conversation, as a stream. Raises: RunError"""
+    def reply(self, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer to a conversation as they come. Raises: TooLong, RunError"""
         fields = {"model": self.model, "messages": messages, "stream": True}
         fields |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
@@ -270,8 +255,14 @@ class Remote:
             fields["seed"] = self.args.seed + self.turns - 1
         if self.args.top_k is not None:  # not part of the protocol, so only on request
             fields["extra_body"] = {"top_k": self.args.top_k}
-        with self.failures():
-            return self.client.chat.completions.create(**fields)
+        reason = None
+        with self.failures(), self.client.chat.completions.create(**fields) as stream:
+            for event in stream:
+                for choice in event.choices:  # none in an event that counts tokens
+                    show(choice.delta.content or "")
+                    reason = choice.finish_reason or reason
+        if not reason:
+            raise RunError("the connection ended before the answer did")
 
 
 def printable(text: str) -> str:
@@ -296,21 +287,20 @@ class Chat:
         """Messages after the system text, if there is one."""
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
-    def ask(self):
-        """backend.ask() of the conversation, whose oldest turns are dropped until it fits."""
+    def reply(self, answer: dict, show: Callable) -> None:
+        """backend.reply() to the conversation, whose oldest turns are dropped if it does not fit."""
         self.backend.turns += 1  # so that a question asked again gets another sample
         for start in range(0, len(self.messages), 2):
             try:
-                question = self.backend.ask(self.history(self.messages[start:]))
+                self.backend.reply(self.history(self.messages[start:]), answer, show)
+                break
             except TooLong:
                 if start == len(self.messages) - 1:  # the message is too long by itself, and nothing is dropped
                     raise
-                continue
-            if start:
-                del self.messages[:start]
-                size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
-                say(f"(the context{size} is full, oldest turns dropped: {start // 2})")
-            return question
+        if start:
+            del self.messages[:start]
+            size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
+            say(f"\n(the context{size} is full, oldest turns dropped: {start // 2})")
 
     def turn(self, text: str) -> None:
         """Prints the answer to a message as it comes. An empty answer is not kept."""
@@ -324,7 +314,7 @@ class Chat:
 
         self.messages.append({"role": "user", "content": text})
         try:
-            self.backend.reply(self.ask(), answer, show)
+            self.reply(answer, show)
         except KeyboardInterrupt:
             problem = "(stopped)"
         except RunError as error:
@@ -343,7 +333,7 @@ class Chat:
         """Runs a line that starts with a slash; False ends the chat."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
-        if name in ("/quit", "/exit"):
+        if name == "/quit":
             return False
         if name == "/clear":
             self.messages.clear()
@@ -353,8 +343,7 @@ class Chat:
             self.undo()
             say("(undone)")
         elif name == "/retry":
-            text = self.unanswered or self.undo()
-            if text:
+            if text := self.unanswered or self.undo():
                 self.turn(text)
         elif name == "/temperature":
             self.set_temperature(rest)
@@ -378,12 +367,13 @@ class Chat:
     def set_temperature(self, text: str) -> None:
         try:
             value = float(text)
-            is_valid = 0 <= value < math.inf
         except ValueError:
-            is_valid = False
-        if is_valid:
+            value = math.nan
+        if 0 <= value < math.inf:
             self.backend.args.temperature = value
-        say(f"(temperature {value:g})" if is_valid else "/temperature needs a number that is at least 0")
+            say(f"(temperature {value:g})")
+        else:
+            say("/temperature needs a number that is at least 0")
 
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""

@@ -45,8 +45,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--run-code", action="store_true", help="score humaneval, whose programs can reach all of your files")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     args = parser.parse_args(argv)
-    if args.limit is not None and args.limit < 1:
-        parser.error("--limit must be at least 1")
     args.tasks = [task for task in args.tasks.split(",") if task]
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
@@ -97,31 +95,28 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
 def score_texts(generator, examples: list[Example], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
     """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers.
 
-    Questions that fill the context count as answered incorrectly.
+    A question that is longer than the context loses its beginning.
     """
     tokenizer = generator.tokenizer
-    max_seq_len = generator.model.config.max_seq_len
     stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
-    mine = range(ranks.rank, len(examples), ranks.world)
+    options = {"max_tokens": TASKS[task].max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+    mine = examples[ranks.rank :: ranks.world]
+    completions = []
+    for example in mine:
+        prompt = chat_format.question_ids(tokenizer, example.question)
+        completions.append(engine.Completion(prompt[-generator.model.config.max_seq_len :], **options))
+    complete(generator, completions, task)
+    answers = [tokenizer.decode(completion.tokens) for completion in completions]
 
-    completions = {}
-    for i in mine:
-        prompt = chat_format.question_ids(tokenizer, examples[i].question)
-        if len(prompt) <= max_seq_len:
-            options = {"max_tokens": TASKS[task].max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
-            completions[i] = engine.Completion(prompt, **options)
-    complete(generator, list(completions.values()), task)
-    answers = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
-
-    correct = np.zeros(len(examples), np.int64)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
-        grades = threads.map(lambda i: examples[i].is_correct(answers[i]), answers)
-        correct[list(answers)] = list(grades)
+        grades = list(threads.map(lambda example, answer: example.is_correct(answer), mine, answers))
+    correct = np.zeros(len(examples), np.int64)
+    correct[ranks.rank :: ranks.world] = grades
 
     samples = []
-    for i in mine:
-        sample = {"task": task, "question": examples[i].question, "answer": answers.get(i, "")}
-        samples.append(sample | {"expected": examples[i].expected, "correct": bool(correct[i])})
+    for example, answer, grade in zip(mine, answers, grades, strict=True):
+        sample = {"task": task, "question": example.question, "answer": answer}
+        samples.append(sample | {"expected": example.expected, "correct": grade})
     return sum(ranks.gather(correct)).astype(bool), samples
 
 

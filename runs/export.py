@@ -77,8 +77,10 @@ def training_data(dataset: Path, is_chat: bool) -> str:
     if not path.is_file():
         return "not stated; the dataset was missing when the model was exported"
     description = json.loads(path.read_text(encoding="utf-8"))
-    conversations = description.get("sft", {}).get("sources", []) if is_chat else []
-    return ", ".join([*description["sources"], *conversations])
+    sources = description["sources"]
+    if is_chat:
+        sources += description.get("sft", {}).get("sources", [])
+    return ", ".join(sources)
 
 
 def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: int, bos: str) -> str:
@@ -172,7 +174,7 @@ def export_run(args: argparse.Namespace) -> None:
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
 
     if args.gguf:
-        export_portable.write_gguf(args.gguf, args.type, args.name, args.license, fields, tensors, vocabulary)
+        export_portable.write_gguf(args, fields, tensors, vocabulary)
     if args.out:
         card = model_card(args, fields, parameters, run.step, vocabulary.bos)
         write_folder(args, fields, tensors, vocabulary, card)
@@ -196,8 +198,7 @@ def export(args: argparse.Namespace) -> None:
     else:
         if args.out:
             raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
-        content = export_portable.read_folder(args.run_dir)
-        export_portable.write_gguf(args.gguf, args.type, args.name, args.license, *content)
+        export_portable.write_gguf(args, *export_portable.read_folder(args.run_dir))
 
 
 def main(argv: list[str] | None = None) -> int:

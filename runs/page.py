@@ -18,7 +18,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,10 +28,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="further name of this machine in the Host header, such as that of a proxy, repeatable")  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.port is not None and not 0 < args.port < 65536:
-        parser.error(f"--port is {args.port}, but must be from 1 to 65535")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -41,6 +37,7 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
+from lib.command import RunError, run_command
 from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
@@ -170,18 +167,17 @@ def settings(max_tokens: int) -> list:
         gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
         gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
         gr.Number(max_tokens, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
-        gr.Textbox("", label="Seed (empty: a new one each time)"),
+        gr.Number(None, label="Seed (empty: a new one each time)", precision=0),
     ]
 
 
-def sampling(temperature: float, top_p: float, min_p: float, top_k: int, max_tokens: int, seed: str) -> dict:
+def sampling(temperature: float, top_p: float, min_p: float, top_k: int, max_tokens: int, seed: int | None) -> dict:
     """The fields of a request."""
     fields = {"temperature": temperature, "top_p": top_p, "extra_body": {"min_p": min_p, "top_k": top_k}}
     if max_tokens:
         fields["max_tokens"] = max_tokens
-    if seed.strip():
-        is_number = seed.strip().lstrip("-").isdecimal()
-        fields["seed"] = int(seed) if is_number else seed  # the server says what is wrong with it
+    if seed is not None:
+        fields["seed"] = seed
     return fields
 
 
@@ -257,12 +253,11 @@ def text_page(client, model: str):
     return demo
 
 
-def main() -> int:
-    args = parse()
-    options = client_options(args.url)
+def show(args: argparse.Namespace) -> None:
+    """Serves the page until Ctrl-C, or until the process that started this one ends. Raises: RunError"""
     try:
         socket.getaddrinfo(args.host, None)  # an unknown name, with which gradio would try for minutes
-        urlsplit(args.url).port  # noqa: B018  (a ValueError if it is no number)
+        options = client_options(args.url)
         model = openai.OpenAI(**options).models.list().data[0]
         page = chat_page if getattr(model, "chat", True) else text_page
         demo = page(openai.AsyncOpenAI(**options), model.id)
@@ -276,18 +271,19 @@ def main() -> int:
             footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
-        reason = error_message(error)
-        print(f"error: {options['base_url']}/models names no model ({reason}); check the address", file=sys.stderr)
-        return 1
+        raise RunError(f"{args.url} names no model ({error_message(error)}); check the address") from None
     except OSError as error:
-        print(f"error: cannot listen on {args.host} ({error}); choose another --host or --port", file=sys.stderr)
-        return 1
+        raise RunError(f"cannot listen on {args.host} ({error}); choose another --host or --port") from None
     print(f"page: {url}", flush=True)
     server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one
-    while server in (None, str(os.getppid())):  # with it the page ends too
-        time.sleep(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        while server in (None, str(os.getppid())):
+            time.sleep(1)
+
+
+def main() -> int:
+    return run_command(lambda: show(parse()))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(main())

@@ -30,19 +30,9 @@ if (($#)); then # other flags, another directory: out/quickstart_steps-20_227404
   run+=_$(printf '%s' "$*" | tr -cs 'A-Za-z0-9.' '-' | sed 's/^-//; s/-$//' | cut -c 1-70)
   run+=_$(printf '%s\0' "$@" | cksum | cut -d ' ' -f 1)
 fi
-if [[ -f $run/result.json ]]; then
-  echo "$run is already finished; remove it to train again"
-elif compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
-  echo "$run was interrupted; training continues from its last checkpoint"
-  python train_small.py --run-dir "$run" --resume
-else
-  if [[ -e $run ]]; then
-    echo "$run has no checkpoint; moving it to $run.unfinished and starting again"
-    rm -rf "$run.unfinished"
-    mv "$run" "$run.unfinished"
-  fi
-  python train_small.py @runs/cpu.args --run-dir "$run" "$@"
-fi
+launch=(python)
+source runs/lib/launch.sh
+train train_small.py "$run" @runs/cpu.args "$@"
 
 # -- results. Below a temperature of 0.8 a model this small repeats itself: of 80 samples of 60 tokens (20 prompts, 4
 # seeds), 89 % went in circles at 0.3, 24 % at 0.8 and 10 % at 0.9.

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -35,10 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of weights (default: the run's)")
     add("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower scoring")
-    args = parser.parse_args(argv)
-    if args.limit is not None and args.limit < 1:
-        parser.error("--limit must be at least 1")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -109,9 +105,7 @@ def write_scores(run: engine.Run, args: argparse.Namespace, rows: list[TaskScore
         write_table(run_dir / "core.csv", rows)
         scores = {"core": rows[-1].centered, "core_seconds": rows[-1].seconds}
         content = json.loads(result.read_text(encoding="utf-8")) | scores
-        temporary = result.with_name("result.json.tmp")
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(temporary, result)
+        result.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def score_run(args: argparse.Namespace) -> dict:

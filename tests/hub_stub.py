@@ -14,14 +14,16 @@ import hashlib
 import json
 import os
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import unquote, urlparse
 
-from processes import python
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from processes import python, serving
 
 HUB = Path(__file__).resolve().parents[1] / "data" / "hub.py"
 # huggingface_hub waits up to 8 s before it tries again, here a tenth of that, and writes pieces of 10 MB, here 0.1 MB.
@@ -35,8 +37,6 @@ del sys.argv[0]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
 TOKEN = "hf_AbCdEfSecretSecret"
 
 
@@ -72,145 +72,106 @@ def tree_entry(name: str, data: bytes) -> dict:
     return entry
 
 
-def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+def missing(code: str) -> Response:
+    return JSONResponse({}, 404, {"X-Error-Code": code, "X-Error-Message": code})
 
-        def log_message(self, *args: object) -> None:
-            pass
 
-        def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+def fails(hub: SimpleNamespace, path: str) -> bool:
+    """Whether fail_posts has this request answer 500."""
+    for part, left in hub.fail_posts.items():
+        if part in path and left:
+            hub.fail_posts[part] -= 1
+            return True
+    return False
 
-        def json(self, value: object, status: int = 200) -> None:
-            self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def missing(self, code: str) -> None:
-            self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+def read(hub: SimpleNamespace, request: Request) -> Response:
+    """The answer to GET and HEAD."""
+    path = request.url.path
+    found = re.fullmatch(rf"{API}(/revision/[^/]+|/tree/[^/]+)?", path)
+    found = found or re.fullmatch(rf"{REPO}/resolve/[^/]+/(.+)", path)
+    if not found or found[1] not in hub.repos:
+        return missing("RepoNotFound")
+    files = hub.repos[found[1]]
+    if "/resolve/" in path:
+        return send_file(hub, request, found[2], files[found[2]]) if found[2] in files else missing("EntryNotFound")
+    if "/tree/" in path:
+        return JSONResponse([tree_entry(name, data) for name, data in sorted(files.items())])
+    return JSONResponse({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
 
-        def body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding") == "chunked":
-                parts = []
-                while size := int(self.rfile.readline(), 16):
-                    parts.append(self.rfile.read(size))
-                    self.rfile.readline()
-                self.rfile.readline()
-                return b"".join(parts)
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
+def send_file(hub: SimpleNamespace, request: Request, name: str, data: bytes) -> Response:
+    etag = f'"{hashlib.sha256(data).hexdigest()}"'
+    headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+    if request.method == "HEAD":
+        return Response(data, 200, headers)
+    if hub.corrupt.get(name, 0):
+        hub.corrupt[name] -= 1
+        middle = len(data) // 2
+        data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+    status, start = 200, 0
+    if asked := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "")):
+        status, start = 206, int(asked[1])
+        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    headers["Content-Length"] = str(len(data) - start)  # with fewer bytes than that, the connection is closed
+    return Response(data[start : start + hub.break_after.pop(name, len(data))], status, headers)
 
-        def do_GET(self) -> None:
-            path = unquote(urlparse(self.path).path)
-            hub.requests.append((self.command, path, self.headers.get("Range")))
-            found = re.fullmatch(rf"{API}(/revision/[^/]+|/tree/[^/]+)?", path)
-            found = found or re.fullmatch(rf"{REPO}/resolve/[^/]+/(.+)", path)
-            if not found or found[1] not in hub.repos:
-                return self.missing("RepoNotFound")
-            files = hub.repos[found[1]]
-            if "/resolve/" in path:
-                name = found[2]
-                return self.send_file(name, files[name]) if name in files else self.missing("EntryNotFound")
-            if "/tree/" in path:
-                return self.json([tree_entry(name, data) for name, data in sorted(files.items())])
-            return self.json({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
 
-        def send_file(self, name: str, data: bytes) -> None:
-            etag = f'"{hashlib.sha256(data).hexdigest()}"'
-            headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-            if self.command == "HEAD":
-                return self.answer(200, data, headers)
-            if hub.corrupt.get(name, 0):
-                hub.corrupt[name] -= 1
-                middle = len(data) // 2
-                data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
-            status, start = 200, 0
-            if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-                status, start = 206, int(asked[1])
-                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            headers["Content-Length"] = str(len(data) - start)
-            cut = hub.break_after.pop(name, None)
-            self.close_connection = cut is not None
-            end = len(data) if cut is None else start + cut
-            return self.answer(status, data[start:end], headers)
+def post(hub: SimpleNamespace, path: str, body: bytes) -> Response:
+    if path == "/api/repos/create":
+        value = json.loads(body)
+        repo = f"{value['organization']}/{value['name']}"
+        value = {"url": f"{hub.url}/datasets/{repo}", "name": repo, "id": repo}
+        if repo in hub.repos:
+            return JSONResponse({**value, "error": "You already created this dataset repo"}, 409)
+        hub.repos[repo] = {}
+        return JSONResponse(value)
+    if path == "/api/validate-yaml":  # of a model card
+        return JSONResponse({"errors": [], "warnings": []})
+    if re.fullmatch(f"{API}/preupload/[^/]+", path):
+        names = [file["path"] for file in json.loads(body)["files"]]
+        modes = {name: "lfs" if name.endswith(LARGE) else "regular" for name in names}
+        files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
+        return JSONResponse({"files": files})
+    if re.fullmatch(rf"{REPO}\.git/info/lfs/objects/batch", path):
+        objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(body)["objects"]]
+        for item in objects:
+            if item["oid"] not in hub.blobs:
+                item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
+        return JSONResponse({"transfer": "basic", "objects": objects})
+    if found := re.fullmatch(f"{API}/commit/[^/]+", path):
+        for item in map(json.loads, body.splitlines()):
+            value = item["value"]
+            if item["key"] == "header":
+                continue
+            data = hub.blobs[value["oid"]] if item["key"] == "lfsFile" else base64.b64decode(value["content"])
+            hub.repos[found[1]][value["path"]] = data
+            hub.committed.append(value["path"])
+        return JSONResponse({"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
+    return missing("RepoNotFound")
 
-        def fails(self, path: str) -> bool:
-            """Whether fail_posts has this request answer 500."""
-            for part, left in hub.fail_posts.items():
-                if part in path and left:
-                    hub.fail_posts[part] -= 1
-                    return True
-            return False
 
-        def do_POST(self) -> None:
-            path = unquote(urlparse(self.path).path)
-            body = self.body()
-            hub.requests.append((self.command, path, None))
-            if self.fails(path):
-                return self.json({"error": "made up"}, 500)
-            if path == "/api/repos/create":
-                value = json.loads(body)
-                repo = f"{value['organization']}/{value['name']}"
-                value = {"url": f"{hub.url}/datasets/{repo}", "name": repo, "id": repo}
-                if repo in hub.repos:
-                    return self.json({**value, "error": "You already created this dataset repo"}, 409)
-                hub.repos[repo] = {}
-                return self.json(value)
-            if path == "/api/validate-yaml":  # of a model card
-                return self.json({"errors": [], "warnings": []})
-            if re.fullmatch(f"{API}/preupload/[^/]+", path):
-                names = [file["path"] for file in json.loads(body)["files"]]
-                modes = {name: "lfs" if name.endswith(LARGE) else "regular" for name in names}
-                files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
-                return self.json({"files": files})
-            if re.fullmatch(rf"{REPO}\.git/info/lfs/objects/batch", path):
-                objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(body)["objects"]]
-                for item in objects:
-                    if item["oid"] not in hub.blobs:
-                        item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
-                return self.json({"transfer": "basic", "objects": objects})
-            if found := re.fullmatch(f"{API}/commit/[^/]+", path):
-                for item in map(json.loads, body.splitlines()):
-                    value = item["value"]
-                    if item["key"] == "header":
-                        continue
-                    data = hub.blobs[value["oid"]] if item["key"] == "lfsFile" else base64.b64decode(value["content"])
-                    hub.repos[found[1]][value["path"]] = data
-                    hub.committed.append(value["path"])
-                return self.json({"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
-            return self.missing("RepoNotFound")
-
-        def do_PUT(self) -> None:
-            path = urlparse(self.path).path
-            data = self.body()
-            hub.requests.append(("PUT", path, None))
-            if self.fails(path):
-                return self.answer(500)
-            if hashlib.sha256(data).hexdigest() != path.removeprefix("/lfs/"):
-                return self.answer(400)
-            hub.blobs[path.removeprefix("/lfs/")] = data
-            return self.answer(200)
-
-    return Handler
+def put(hub: SimpleNamespace, path: str, body: bytes) -> Response:
+    if hashlib.sha256(body).hexdigest() != path.removeprefix("/lfs/"):
+        return Response(status_code=400)
+    hub.blobs[path.removeprefix("/lfs/")] = body
+    return Response()
 
 
 @contextlib.contextmanager
 def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
     """A running server: .url, .repos, .requests [(method, path, Range)], .committed [path], faults."""
     hub = SimpleNamespace(repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+
+    async def answer(request: Request) -> Response:
+        path = request.url.path
+        hub.requests.append((request.method, path, request.headers.get("Range")))
+        if request.method in ("GET", "HEAD"):
+            return read(hub, request)
+        if fails(hub, path):
+            return JSONResponse({"error": "made up"}, 500)
+        return (post if request.method == "POST" else put)(hub, path, await request.body())
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT"])])
+    with serving(app) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -72,6 +72,22 @@ sys.exit(code)
 """
 
 
+@contextlib.contextmanager
+def serving(app):
+    """The address of an ASGI application, which a thread serves meanwhile."""
+    import uvicorn  # not where this file is the server below
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))

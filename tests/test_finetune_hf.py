@@ -209,12 +209,19 @@ def test_nulls_of_other_tools_are_left_out(tmp_path):
     assert ft.tokenize_chats(read[:], tokenizer, "messages") == alone
 
 
-def test_a_row_without_text_is_named(folder, tmp_path):
+def test_rows_of_another_form_are_named(folder, tmp_path):
+    """A text that is missing, a conversation in a column of another name, and one with other keys."""
     (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n{"text": null}\n{"text": "c"}\n')
     words = ["pretrain", "--model-name", folder / "model", "--data.path", "json", "--run-dir", tmp_path / "run",
              "--sequence-length", 64]  # fmt: skip
     error = refused(*words, "--data.data-files", tmp_path / "texts.jsonl", "--val-rows", 1)
     assert "column text has a row without text" in error and error.endswith("drop such rows")
+    (tmp_path / "chats.jsonl").write_text('{"conversations": [{"from": "human", "value": "Hi"}]}\n' * 20)
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--data.data-files", tmp_path / "chats.jsonl"]
+    form = 'a list of {"role": ..., "content": ...}'
+    advice = f"no column messages in ['conversations']; name one with --column, each row of it {form}"
+    assert refused(*words).endswith(advice)
+    assert refused(*words, "--column", "conversations").endswith(f"; make it {form}")
 
 
 @pytest.mark.parametrize(("name", "turn", "end", "answer"), [
@@ -498,13 +505,13 @@ def test_chat_talks_to_it(reference):
     backend = chat.Pretrained(reference / "model", args)
     talk, pieces = chat.Chat(backend), []
     talk.messages = messages = [{"role": "user", "content": "red"}]
-    backend.reply(talk.ask(), {}, pieces.append)
+    talk.reply({}, pieces.append)
     tokens = backend.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     whole = backend.model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
     assert "".join(pieces) == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
     talk.messages = [{"role": role, "content": "x" * 50} for role in ("user", "assistant") * 3] + messages
-    backend.reply(talk.ask(), {}, pieces.append)
+    talk.reply({}, pieces.append)
     assert len(talk.messages) < 7 and talk.messages[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
@@ -599,7 +606,7 @@ def test_pretrain(folder, tmp_path):
     """As a user starts it, with two processes that tokenize, and flags of every form. Each epoch has its own order."""
     words = ["pretrain", "--model-name", folder / "model", "--data.path=json", "--data.data-files",
              folder / "texts.jsonl", "--val-rows", 5, "--sequence-length", 100, "--packs", 4, "--epochs", 1.5,
-             "--lr", 0.01, "--workers", 2, "--recompute", "false", "--run-dir", tmp_path / "run"]  # fmt: skip
+             "--lr", 0.01, "--workers", 2, "--no-recompute", "--run-dir", tmp_path / "run"]  # fmt: skip
     done = in_processes(folder, "runs/huggingface/finetune_hf.py", *words)
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False
@@ -649,13 +656,15 @@ def test_newest_and_best_are_kept(tmp_path):
 # ---- settings and errors
 
 
-def test_later_settings_count(tmp_path):
-    (tmp_path / "a.toml").write_text('\ufefflr = 1e-4\n[data]\npath = "json"\nsplit = "a"\n', encoding="utf-8")
-    words = ["--lr", "3e-5", "sft", "@", str(tmp_path / "a.toml"), "--data.split", "b", "--model-name=x", "--run-dir",
-             "y", "--recompute"]  # fmt: skip
+def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
+    (tmp_path / "a.toml").write_text('\ufefflr = 1e-4\nseed = 1\n[data]\npath = "json"\nname = "a"\nsplit = "a"\n')
+    (tmp_path / "b.toml").write_text('seed = 2\npacks = 7\n[data]\nname = "b"\n')
+    words = ["sft", "--packs", "5", f"@{tmp_path}/a.toml", "--data.split", "c", "--model-name=x", "--run-dir", "y",
+             f"@{tmp_path}/b.toml", "--recompute"]  # fmt: skip
     config = ft.make_config(words)
-    assert (config.command, config.lr, config.resume, config.recompute) == ("sft", 1e-4, False, True)
-    assert config.data == ft.Source(path="json", split="b")
+    assert (config.command, config.lr, config.seed, config.packs) == ("sft", 1e-4, 2, 5)
+    assert (config.resume, config.recompute) == (False, True)
+    assert config.data == ft.Source(path="json", name="b", split="c")
     (tmp_path / "a.toml").write_text("packz = 3", encoding="utf-8")
     with pytest.raises(ft.RunError, match="--packz is 3: extra inputs are not permitted"):
         ft.make_config(words)
@@ -664,7 +673,7 @@ def test_later_settings_count(tmp_path):
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--sequence-lenght", "9"], "unrecognized arguments: --sequence-lenght 9"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
-    (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
+    (["--column", "talk"], "no column talk in ['messages']; name one with --column, each row of it a list of {"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
     (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not tag what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),

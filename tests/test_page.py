@@ -212,11 +212,10 @@ def test_settings_and_errors(chat_server, pages, browse, bodies):
     """Settings go out with a request. What the server says is shown; a question without an answer is left out."""
     page = browse(pages[0])
     values = {"System text": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
-              "Longest": "7", "Seed": "x"}  # fmt: skip
+              "Longest": "7", "Seed": "3"}  # fmt: skip
     configure(page, values)
-    send(page, "one")
-    page.wait_for_selector(f"{BOT} >> text=seed: Input should be a valid integer")
-    configure(page, {"Seed": "3"})
+    send(page, "word " * 600)
+    page.wait_for_selector(f"{BOT} >> text=the prompt has")
     say(page, chat_server, "two", "yes")
     assert bots(page)[-1] == "yes"
     names = ("temperature", "top_p", "min_p", "top_k", "max_tokens", "seed")
@@ -255,8 +254,6 @@ def test_the_oldest_messages_go_when_the_context_is_full(chat_server, pages, bro
         say(page, chat_server, text, "yes")
     page.wait_for_selector("text=/oldest \\d+ messages no longer fit/")
     assert len(bodies[-1]["messages"]) < 5
-    send(page, "word " * 600)
-    page.wait_for_selector(f"{BOT} >> text=the prompt has")
 
 
 def test_a_base_model_continues_the_text(base_server, pages, browse):
@@ -328,12 +325,12 @@ def test_the_server_starts_and_ends_its_page(runs, signum):
 
 def test_a_server_that_does_not_answer():
     """One process for both addresses: the start of Gradio takes seconds."""
-    urls = ["http://127.0.0.1:9", "http://h:abc"]
+    urls = ["http://h:abc", "http://127.0.0.1:9"]
     code = f"import page, sys; print([page.main() for sys.argv[1] in {urls}]); sys.argv[2] += 'x'; page.main()"
     command = [sys.executable, "-c", code, "url", "--host=127.0.0.1"]
     done = subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[1, 1]\n", done.stderr
-    *lines, last = done.stderr.splitlines()
-    for url, line in zip(urls, lines, strict=True):
-        assert line.startswith(f"error: {url}/v1/models names no model (")
-    assert last.startswith("error: cannot listen on 127.0.0.1x (")
+    no_address, no_server, no_host = done.stderr.splitlines()
+    assert no_address.startswith("error: http://h:abc is no web address (")
+    assert no_server.startswith("error: http://127.0.0.1:9 names no model (")
+    assert no_host.startswith("error: cannot listen on 127.0.0.1x (")

@@ -168,18 +168,6 @@ def test_a_reference_is_drawn_in_grey(tmp_path):
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
 
 
-def test_the_newest_entry_started_last(tmp_path):
-    """On one day the hour decides, not the name; of old entries the name is all there is."""
-    hours = {"2026-11-23_b": (9, 10), "2026-11-23_a": (8, 11)}
-    for name, starts in hours.items():
-        for seed, hour in enumerate(starts):
-            (tmp_path / name).mkdir(exist_ok=True)
-            run = {"starts": [{"date": f"2026-11-23T{hour:02}:00:00"}]}
-            (tmp_path / name / f"run_{seed}.json").write_text(json.dumps(run))
-    (tmp_path / "2026-11-22_c").mkdir()
-    assert [folder.name[-1] for folder in sorted(tmp_path.iterdir(), key=report.last_start)] == ["c", "b", "a"]
-
-
 @pytest.mark.parametrize(("names", "training", "score"), [
     (("bpb", "val_bpb"), ("bits per byte", "training (estimate)"), ("bits per byte", "validation")),
     (("loss", "val_loss"), ("loss, nats", "training"), ("loss, nats", "validation")),

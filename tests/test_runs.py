@@ -126,16 +126,6 @@ def test_a_report_that_fails_costs_no_result(dataset_dir, tmp_path, monkeypatch)
     assert saved(tmp_path) == [1]
 
 
-def test_default_run_directory(dataset_dir, tmp_path, monkeypatch):
-    """Without --run-dir a run goes to a new dated directory under out/."""
-    monkeypatch.chdir(tmp_path)
-    argv = flags(dataset_dir, "x", steps=1)
-    del argv[2:4]
-    passes(*argv)
-    (made,) = (tmp_path / "out").iterdir()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small", made.name) and saved(made) == [1]
-
-
 def test_a_run_directory_gives_its_model_back(finished, dataset, monkeypatch):
     """The script inside the run directory, imported from there: the weights' bits per byte are the run's.
 
@@ -422,11 +412,6 @@ def test_numbers_out_of_range(dataset_dir, tmp_path, flag):
     name = flag.partition("=")[0]
     assert name in err or name.replace("-", "_") in err, err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_is_a_dangling_link(dataset_dir, tmp_path):
-    (tmp_path / "run").symlink_to(tmp_path / "gone")
-    assert f"File exists: '{tmp_path}/run'; fix that" in refused(*flags(dataset_dir, tmp_path / "run"))
 
 
 # ---- where it runs

@@ -219,7 +219,7 @@ def test_the_terminal_chat_as_a_client(chat_server):
     remote = chat.Remote(chat_server.url, SimpleNamespace(model=None, seed=None, top_k=None, top_p=1.0, **QUIET))
     (text,) = expected(chat_server, [rendered(chat_server, TALK[:2])], **QUIET)
     pieces = []
-    remote.reply(remote.ask(TALK[:2]), {}, pieces.append)
+    remote.reply(TALK[:2], {}, pieces.append)
     assert "".join(pieces) == text
 
 

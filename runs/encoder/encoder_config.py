@@ -53,7 +53,6 @@ class Config:
     wandb = ""
     average = 0.0
     bigram_rows = 0
-    prefix_weight = 0.0
 
     @property
     def num_heads(self) -> int:
@@ -76,10 +75,8 @@ class Config:
         return self.steps * self.step_tokens
 
     @property
-    def stages(self) -> tuple:
+    def stage_table(self) -> tuple:
         """What the schedule and the loader of train_small.py ask for: an encoder's run has one stage."""
         from train_small import Stage  # with PyTorch, for which --help need not wait
 
         return (Stage(1.0, self.packs, 1.0),)
-
-    stage_table = stages

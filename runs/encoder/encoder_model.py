@@ -46,9 +46,7 @@ class Encoder(nn.Module):
         D = c.width
         L = c.num_layers
 
-        def weight(*shape):
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
+        weight = lambda *shape: nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.embed = weight(c.padded_vocab, D)  # one table for input and output
         self.qk_bank = weight(L, 2 * D, D)
         self.vo_bank = weight(2 * L, D, D)  # v0, o0, v1, o1, ...
@@ -197,12 +195,8 @@ def build_state(config: Config, ranks, say: Callable = print):
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     """Config and config.json of an encoder run, or of one to resume. Raises: RunError"""
     description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
-    made_by = description.get("command")
-    if made_by not in ("train_encoder", "finetune_encoder"):
+    if not description["command"].endswith("_encoder"):
         raise RunError(f"{run_dir} is not an encoder run; name one that is")
-    if made_by == "finetune_encoder" and made_by not in description:
-        advice = "check out the git_commit in its config.json, or finetune again"
-        raise RunError(f"{run_dir} is of an older version; {advice}")
     return Config(**description["config"]), description
 
 

@@ -127,9 +127,9 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
     except ValidationError as error:
         first = error.errors()[0]
         key = "".join(f" {part!r}" for part in first["loc"])
-        problem = f"{path} line {len(pairs) + 1}{key} is {first['input']!r:.80} ({first['msg']})"
         form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
-        raise RunError(f"{problem}; a line is {form}") from None
+        problem = f"is {first['input']!r:.80} ({first['msg']}); a line is {form}"
+        raise RunError(f"{path} line {len(pairs) + 1}{key} {problem}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
     if not pairs:

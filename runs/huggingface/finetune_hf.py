@@ -6,7 +6,7 @@
     python runs/huggingface/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
-files (@FILE or @ FILE) and flags; the last one wins. It needs requirements-hf.txt.
+files, a later one wins, and from flags, which win over files. It needs requirements-hf.txt.
 
 Documents are packed: positions restart at 0 in each, and no token sees another document. The loss is the mean over all
 target tokens of a step, those in the loss mask, over all ranks and micro-batches.
@@ -42,6 +42,7 @@ IGNORED = -100  # label of a token outside the loss mask
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
 COUNTS = ("documents", "tokens", "targets")  # how many of each it has
 MIN_STEPS = 20  # fewer deserve a note
+CHAT_FORM = 'a list of {"role": ..., "content": ...}'
 
 # ---- settings
 
@@ -60,7 +61,7 @@ class Source(BaseModel, extra="forbid"):
 class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
-    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a word without the flag")
+    command: Literal["sft", "pretrain"]
     model_name: str = Field(description="model on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="run directory to write")
@@ -87,34 +88,21 @@ class Config(BaseModel, extra="forbid"):
     wandb: str | None = Field(None, description="name of the run on Weights & Biases")
 
 
-class ReadFile(argparse.Action):
-    """Reads settings from a TOML file, or those of a run from its config.json."""
-
-    def __call__(self, parser, namespace, file, flag=None):
-        with explain(f"{file} cannot be read", "correct its name or that line"):
-            text = file.read_text(encoding="utf-8-sig")
-            settings = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-            data = settings.pop("data", {})
-            settings |= {f"data.{name}": value for name, value in data.items()}
-        vars(namespace).update(settings)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """A flag for each setting. Flags that are not given are not in the result."""
     usage = "%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]"
-    rules = {"prefix_chars": "-@", "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    rules = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=form, **rules)
-    add = parser.add_argument
-    add("command", nargs="?", help="sft for conversations, pretrain for texts")
-    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="TOML file with settings")
+    parser.add_argument("command", nargs="?", help="sft for conversations, pretrain for texts")
+    parser.add_argument("files", nargs="*", metavar="@FILE", help="TOML file with settings")
     add_flags(parser, Config.model_fields)
     add_flags(parser, Source.model_fields, "data.")
     return parser
 
 
-if __name__ == "__main__" and (not sys.argv[1:] or {"-h", "--help"} & {*sys.argv}):
-    build_parser().parse_args(["--help"])  # need not wait for PyTorch
+if __name__ == "__main__":
+    build_parser().parse_intermixed_args(sys.argv[1:] or ["--help"])  # it and wrong flags need not wait for PyTorch
 
 import datasets
 import numpy as np
@@ -335,9 +323,10 @@ def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dat
     arguments = config.data.model_dump(exclude_none=True)
     with explain(f"load_dataset cannot load {arguments}", "check these arguments"):
         rows = datasets.load_dataset(**arguments)
-    column = config.column or {"sft": "messages", "pretrain": "text"}[config.command]
+    column, form = {"sft": ("messages", CHAT_FORM), "pretrain": ("text", "a text")}[config.command]
+    column = config.column or column
     if column not in rows.column_names:
-        raise RunError(f"no column {column} in {rows.column_names}; name one with --column")
+        raise RunError(f"no column {column} in {rows.column_names}; name one with --column, each row of it {form}")
     with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too many", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
@@ -398,7 +387,7 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
     tools = batch.get("tools") or [None] * len(batch[column])
     for messages, own in zip(batch[column], tools, strict=True):
         text = json.dumps(messages, ensure_ascii=False)[:200]
-        with explain(f"the conversation {text} does not fit the chat template", "correct either"):
+        with explain(f"the conversation {text} does not fit the chat template", f"make it {CHAT_FORM}"):
             row = apply(present(messages), present(own) or None, return_assistant_tokens_mask=True)
         result["tokens"].append(row["input_ids"])
         result["loss_mask"].append([bool(n) for n in row["assistant_masks"]])
@@ -413,10 +402,10 @@ def present(value):
 
 
 def pack(batch: dict, length: int, split: bool) -> dict:
-    """Packs documents by best fit, the longest first.
+    """Packs documents by best fit, the longest first; drops those without targets.
 
-    Documents that are too long are split into parts that share a token, so no target is lost, or else dropped; so are
-    those without targets. The model shifts labels itself, so the label of a document's first token is ignored.
+    Documents that are too long are split into parts that share a token, so no target is lost, or else dropped. The
+    model shifts labels itself, so the label of a document's first token is ignored.
     """
     documents = []
     for tokens, loss_mask in zip(batch["tokens"], batch["loss_mask"], strict=True):
@@ -800,29 +789,26 @@ def explain(what: str, advice: str) -> Iterator[None]:
 
 
 def make_config(argv: list[str]) -> Config:
-    """The checked settings; the last one wins. With --resume those of the run come first."""
-    flags = []
-    for flag in argv:
-        flag = re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), flag)
-        flags += ["@", flag[1:]] if re.match("@.", flag) else [flag]
-    parser = build_parser()
-    settings = vars(parser.parse_intermixed_args(flags))
-    if settings.get("resume") in (True, "true") and "run_dir" in settings:
-        file = f"{settings['run_dir']}/config.json"
-        settings = vars(parser.parse_intermixed_args(["@", file, *flags]))
+    """The checked settings. With --resume those of the run come first."""
+    flags = vars(build_parser().parse_intermixed_args(argv))
+    files = [file.removeprefix("@") for file in flags.pop("files", [])]
+    if flags.get("resume") and "run_dir" in flags:
+        files.insert(0, f"{flags['run_dir']}/config.json")
+    source = {name[5:]: flags.pop(name) for name in list(flags) if name.startswith("data.")}
 
-    source = {name[5:]: settings.pop(name) for name in list(settings) if name.startswith("data.")}
-    return check_settings(Config, settings | {"data": source})
+    settings = {}
+    data = {}
+    for file in files:
+        with explain(f"{file} cannot be read", "correct its name or that line"):
+            text = Path(file).read_text(encoding="utf-8-sig")
+            found = json.loads(text) if file.endswith(".json") else tomllib.loads(text)
+        data |= found.pop("data", {})
+        settings |= found
+    return check_settings(Config, settings | flags | {"data": data | source})
 
 
 def main(argv: list[str]) -> int:
-    def work() -> dict:
-        try:
-            return train(make_config(argv or ["--help"]))
-        except torch.OutOfMemoryError as error:
-            raise RunError(f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute") from None
-
-    return run_command(work)
+    return run_command(lambda: train(make_config(argv)))
 
 
 if __name__ == "__main__":

@@ -157,8 +157,6 @@ def read_examples(path: Path, name: str) -> list[Example] | list[ChoiceExample]:
     return examples
 
 
-
-
 def complete(generator, completions: list, note: str = "") -> None:
     """Brings completions to their end; a note shows a progress bar on a terminal."""
     disable = None if note else True  # None: only where there is no terminal

@@ -92,9 +92,9 @@ def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -
         if field.description:
             default = "required" if field.is_required() else field.default
             text = field.description if default is None else f"{field.description} [{default}]"
-            switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
+            form = {"action": argparse.BooleanOptionalAction} if field.annotation is bool else {"metavar": "X"}
             flag = f"--{prefix}{name.replace('_', '-')}"
-            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text.replace("%", "%%"), **switch)
+            parser.add_argument(flag, dest=prefix + name, help=text.replace("%", "%%"), **form)
 
 
 def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.Namespace:

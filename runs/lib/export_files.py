@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from lib.command import RunError
 from lib.export_tokenizer import Vocabulary
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,8 +45,5 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     for name, tensor in tensors.items():
         keeps_dtype = ".scalars." in name or tensor.dtype == torch.int8
         stored[name] = (tensor if keeps_dtype else tensor.to(dtype)).contiguous().clone()
-    try:
-        save_file(stored, path, {"format": "pt"})
-    except SafetensorError as error:
-        raise RunError(f"cannot write {path} ({error}); make room, remove {path.parent} and try again") from None
+    save_file(stored, path, {"format": "pt"})
     shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it

@@ -308,16 +308,11 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             attention_input = norm(x) if shared_input is None else shared_input
             y = self.self_attn(attention_input, context, past_key_values, mixed)
             x = times(self.scalars.resid_attn, x) + y
-        x = self.inject(x, x0, ngram)
-        return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
-
-    def inject(self, x: Tensor, x0: Tensor | None, ngram: Tensor | None) -> Tensor:
-        """Adds the token's embedding and the n-grams', each times a learned scalar."""
         if x0 is not None:
             x = x + times(self.scalars.share_x0, x0)
         if ngram is not None:
             x = x + times(self.scalars.share_ngram, ngram)
-        return x
+        return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
 
 
 # -- the models

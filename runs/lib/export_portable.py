@@ -175,15 +175,13 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
     return fields, tensors, Vocabulary(content, split, specials, bos, end, pad, template)
 
 
-def write_gguf(
-    path: Path, kind: str, name: str, license: str | None, fields: dict, tensors: dict, vocabulary: Vocabulary
-) -> None:
+def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocabulary) -> None:
     """Writes a new GGUF file, completely or not at all, and prints how to run it.
 
-    Args:   kind one of TYPES; name and license for people; fields of config.json;
-            tensors by the names of Qwen3ForCausalLM
+    Args:   args of runs/export.py; fields of config.json; tensors by the names of Qwen3ForCausalLM
     Raises: RunError, OSError
     """
+    path = args.gguf
     if path.exists():
         raise RunError(f"{path} exists; choose another --gguf or remove it")
     if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
@@ -194,18 +192,18 @@ def write_gguf(
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
         writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(name)
-        if license:
-            writer.add_license(license)
+        writer.add_name(args.name)
+        if args.license:
+            writer.add_license(args.license)
         parameters = sum(tensor.numel() for tensor in tensors.values())
         writer.add_size_label(gguf.size_label(parameters, 0, 0, 0))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
+        writer.add_file_type(gguf.LlamaFileType[TYPES[args.type]])
         add_shape(writer, fields)
         add_vocabulary(writer, vocabulary, fields["vocab_size"])
         for key, tensor in tensors.items():
             values = tensor.detach().float().contiguous().numpy()
-            stored = "f32" if values.ndim == 1 else kind  # gains stay fp32
+            stored = "f32" if values.ndim == 1 else args.type  # gains stay fp32
             if stored == "q8_0" and values.shape[-1] % 32:
                 stored = "f16"
             dtype = gguf.GGMLQuantizationType[stored.upper()]
@@ -220,7 +218,7 @@ def write_gguf(
         part.unlink(missing_ok=True)
     is_chat = vocabulary.end != vocabulary.bos
     size = f"{path.stat().st_size / 1e6:.1f} MB"
-    print(f"wrote {path}: {kind}, {size}, {'chat' if is_chat else 'base'} model")
+    print(f"wrote {path}: {args.type}, {size}, {'chat' if is_chat else 'base'} model")
     how_to_run = Template(HOW_TO_RUN.read_text(encoding="utf-8"), trim_blocks=True)
     about = {"file": path.name, "context": fields["max_position_embeddings"], "is_chat": is_chat}
     print(how_to_run.render(path=shlex.quote(str(path)), **about), end="")

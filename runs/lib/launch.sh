@@ -1,6 +1,7 @@
 # Sourced from the repository root, after setup.sh, by the scripts that train.
 #
-# ${launch[@]} starts a Python script on 8, 4 or 2 GPUs of this machine, as many as there are, or else in one process.
+# ${launch[@]} starts a Python script on 8, 4 or 2 GPUs of this machine, as many as there are, or else in one process,
+# unless the script has set it before.
 # `train SCRIPT RUN_DIR ARGUMENTS...` starts a run. It skips a finished run, and continues an interrupted one from its
 # newest checkpoint:
 #
@@ -10,14 +11,15 @@
 # If it fails, the last line is the error message of the process that failed first.
 
 source runs/lib/repeat_error.sh
-gpus=$(python -c "import torch; print(torch.cuda.device_count())")
-launch=(python)
-for count in 8 4 2; do # the packs of a step divide by these
-  if ((gpus >= count)); then
-    launch=(python -m torch.distributed.run --standalone "--nproc_per_node=$count")
-    break
-  fi
-done
+if [[ -z ${launch:-} ]]; then
+  launch=(python)
+  gpus=$(python -c "import torch; print(torch.cuda.device_count())")
+  for count in 2 4 8; do # the packs of a step divide by these
+    if ((gpus >= count)); then
+      launch=(repeat_error python -m torch.distributed.run --standalone "--nproc_per_node=$count")
+    fi
+  done
+fi
 
 train() {
   local script=$1 run=$2 states
@@ -27,13 +29,13 @@ train() {
     echo "$run is finished already; remove it to train again"
   elif [[ -e ${states[0]} ]]; then
     echo "$run was interrupted; it continues from its newest checkpoint"
-    repeat_error "${launch[@]}" "$script" --run-dir "$run" --resume
+    "${launch[@]}" "$script" --run-dir "$run" --resume
   else
     if [[ -e $run ]]; then
       echo "$run has no checkpoint; it is moved to $run.unfinished"
       rm -rf "$run.unfinished"
       mv "$run" "$run.unfinished"
     fi
-    repeat_error "${launch[@]}" "$script" "$@" --run-dir "$run"
+    "${launch[@]}" "$script" "$@" --run-dir "$run"
   fi
 }

@@ -1,13 +1,19 @@
 """What runs/chat.py and runs/page.py share as clients of servers that speak OpenAI's protocol."""
 
 import os
+from urllib.parse import urlsplit
 
 import openai
+from lib.command import RunError
 
 
 def client_options(url: str) -> dict:
-    """Options of openai.OpenAI for a server; the address may end with /v1."""
+    """Options of openai.OpenAI for a server; the address may end with /v1. Raises: RunError"""
     base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+    try:
+        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
+    except ValueError as error:
+        raise RunError(f"{url} is no web address ({error}); try http://127.0.0.1:8000") from None
     return {"base_url": f"{base}/v1", "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
 
 

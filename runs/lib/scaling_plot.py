@@ -1,7 +1,8 @@
 """Runs of several sizes as one table and one figure, with fitted exponents.
 
-    python runs/lib/scaling_plot.py out/miniseries              all finished runs below that folder
-    python runs/lib/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
+    python runs/lib/scaling_plot.py out/miniseries
+
+It reads all finished runs below that folder and writes results.csv and scaling.png there.
 
 Weights are those that are multiplied for every token (matrices and head, no embeddings), FLOPs are 6 x weights x
 tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. Its best size
@@ -140,18 +141,13 @@ def describe(fit: dict | None, name: str) -> str:
     return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ -({exponent})"
 
 
-def plot_bpb(axis, runs: pandas.DataFrame, result: dict) -> None:
-    """Bits per byte over FLOPs, of each budget or else of each run, and the fit."""
-    points = pandas.DataFrame(result["budgets"] or runs)
-    axis.plot(points.flops, points.val_bpb, "o", color=BLUE)
-    if fit := result["bpb"]:
+def plot_fit(axis, points: pandas.DataFrame, name: str, fit: dict | None, label: str, color: str) -> None:
+    """A column of points over FLOPs, and its fit."""
+    axis.plot(points.flops, points[name], "o", color=color, label=describe(fit, label))
+    if fit:
         fine = np.geomspace(points.flops.min(), points.flops.max(), 100)
-        axis.plot(fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color=BLUE, lw=1)
-    if not result["budgets"]:
-        for run in runs.itertuples():
-            axis.annotate(f"{run.num_layers} layers", (run.flops, run.val_bpb), fontsize=8)
-    axis.set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
-    axis.set_title(describe(fit, "bpb"), fontsize=9)
+        exponent = -fit["exponent"] if "floor" in fit else fit["exponent"]
+        axis.plot(fine, fit.get("floor", 0.0) + fit["factor"] * fine**exponent, color=color, lw=1)
 
 
 def plot_sizes(axis, runs: pandas.DataFrame, result: dict) -> None:
@@ -164,56 +160,46 @@ def plot_sizes(axis, runs: pandas.DataFrame, result: dict) -> None:
         if best_size["weights"]:
             axis.plot(best_size["weights"], best_size["val_bpb"], "*", ms=14, color=color)
     axis.set(xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget")
-    axis.legend(fontsize=8)
-
-
-def plot_best(axis, result: dict) -> None:
-    """Best weights and tokens over FLOPs, and their fits."""
-    axis.set(xlabel="FLOPs", title="best weights and tokens")
-    inside = best_sizes(result)
-    if inside.empty:  # an empty axis cannot be logarithmic
-        return
-    fine = np.geomspace(inside.flops.min(), inside.flops.max(), 50)
-    for key, color in (("weights", RED), ("tokens", BLUE)):
-        fit = result[key]
-        axis.plot(inside.flops, inside[key], "o", color=color, label=describe(fit, key))
-        if fit:
-            axis.plot(fine, fit["factor"] * fine ** fit["exponent"], color=color, lw=1)
-    axis.set(xscale="log", yscale="log")
-    axis.legend(fontsize=8)
 
 
 def plot(runs: pandas.DataFrame, result: dict, path: Path) -> None:
-    """One figure, with two more panels if there are budgets."""
+    """Bits per byte over FLOPs, of each budget or else of each run; two more panels if there are budgets."""
     panels = 3 if result["budgets"] else 1
     figure = Figure(figsize=(3 + 4 * panels, 4.5), layout="constrained")
     axes = figure.subplots(ncols=panels, squeeze=False)[0]
-    plot_bpb(axes[0], runs, result)
+    points = pandas.DataFrame(result["budgets"] or runs)
+    plot_fit(axes[0], points, "val_bpb", result["bpb"], "bpb", BLUE)
+    axes[0].set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
     if result["budgets"]:
         plot_sizes(axes[1], runs, result)
-        plot_best(axes[2], result)
+        inside = best_sizes(result)
+        plot_fit(axes[2], inside, "weights", result["weights"], "weights", RED)
+        plot_fit(axes[2], inside, "tokens", result["tokens"], "tokens", BLUE)
+        axes[2].set(xlabel="FLOPs", title="best weights and tokens")
+        if len(inside):  # an empty axis cannot be logarithmic
+            axes[2].set(xscale="log", yscale="log")
+    else:
+        for run in runs.itertuples():
+            axes[0].annotate(f"{run.num_layers} layers", (run.flops, run.val_bpb), fontsize=8)
     for axis in axes:
         axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with run directories")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for table and figure (default: FOLDER)")
-    args = parser.parse_args()
-    out = args.out or args.folder
-
-    finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
+    folder = parser.parse_args().folder
+    finished = sorted(path.parent for path in folder.glob("*/result.json"))
     if not finished:
-        sys.exit(f"error: {args.folder} holds no finished run; train some with runs/scaling.sh")
+        sys.exit(f"error: {folder} holds no finished run; train some with runs/scaling.sh")
     runs = pandas.DataFrame(map(read_run, finished)).astype({"core": float})
     runs = runs.sort_values(["flops", "weights"], ignore_index=True)
     result = analyse(runs)
 
-    out.mkdir(parents=True, exist_ok=True)
-    runs.to_csv(out / "results.csv", index=False, lineterminator="\n")
-    plot(runs, result, out / "scaling.png")
+    runs.to_csv(folder / "results.csv", index=False, lineterminator="\n")
+    plot(runs, result, folder / "scaling.png")
 
     forms = {"weights": "{:,}", "tokens": "{:,.0f}", "flops": "{:.2e}", "train_seconds": "{:.1f}"}
     columns = ["run", "num_layers", "width", "weights", "tokens", "flops", "val_bpb", "core", "train_seconds"]
@@ -226,7 +212,7 @@ def main() -> None:
         print(f"{best_size['flops']:.2e} FLOPs: {size}")
     for name in ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",):
         print(describe(result[name], name))
-    print(f"{out / 'results.csv'}, {out / 'scaling.png'}")
+    print(f"{folder / 'results.csv'}, {folder / 'scaling.png'}")
     print(json.dumps(result))
 
 

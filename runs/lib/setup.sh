@@ -13,8 +13,7 @@ setup() {
     create_venv || return 1
   fi
   bin=$(venv_bin)
-  hash=$(cat requirements*.txt | "$bin/python" -c \
-    "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())")
+  hash=$(cat requirements*.txt | cksum)
   if ! grep -qxF "$hash $file" "$stamp" 2>/dev/null; then
     install_cpu_torch "$bin"
     echo "setup: installing $file into .venv (the first time takes minutes)"
@@ -22,7 +21,10 @@ setup() {
       echo "error: pip could not install $file (see above); fix that, then run this again" >&2
       return 1
     fi
-    stamp_installed "$hash" "$file" >"$stamp"
+    while [[ -f $file ]]; do # a line for the file, and for each that it includes
+      echo "$hash $file"
+      file=$(sed -n 's/^-r //p' "$file")
+    done >"$stamp"
   fi
   if compgen -G "$SITE_PACKAGES/torch-*+cpu.dist-info" >/dev/null && has_nvidia_gpu; then
     echo "setup: this machine has an NVIDIA GPU, but .venv holds the CPU build of torch; to use the GPU, remove .venv" \
@@ -97,13 +99,4 @@ install_cpu_torch() {
   fi
   echo "setup: no NVIDIA GPU found, but $index does not offer the CPU build of torch $version now; torch comes from" \
     "the default package index, about 3 GB with its CUDA packages"
-}
-
-# The lines of the stamp: the file, the file that it includes, and so on.
-stamp_installed() {
-  local hash=$1 file=$2
-  while [[ -f $file ]]; do
-    echo "$hash $file"
-    file=$(sed -n 's/^-r //p' "$file")
-  done
 }
