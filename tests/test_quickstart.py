@@ -319,7 +319,7 @@ def known_flags(script: str) -> set[str]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             importlib.import_module(Path(script).stem).main(["--help"])
-        return set(re.findall(r"--[a-z-]+", out.getvalue()))
+        return set(re.findall(r"--[a-z.-]+", out.getvalue()))
     shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
     sources = [ROOT / name for name in (script, *shared)]
     pattern = r"^# +(?:bash \S+ )?(--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
@@ -359,6 +359,8 @@ SMOKE = (
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
     (r"@runs/cpu.args (@runs/portable.args) --mlp-width 512 (.*) --tokens 614400",
      r"@runs/tiny.args \1 --window-short 256 \2 --steps 2"),
+    (r"@runs/cpu.args (--data \S+) --tokens 614400", r"@runs/tiny.args \1 --steps 2"),
+    (r"--tokens 409600", "--tokens 8192"),
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
@@ -441,7 +443,11 @@ def test_commands_run(checkout, fast_python, name):
     assert ran or name in ("records/README.md", "runs/tutorials/2_profile.md", "runs/tutorials/4_finetune_hf.md")
 
 
-@pytest.mark.parametrize("name", ["README.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "dev/MEASUREMENTS.md"])
+LINKING = ["README.md", "CONTRIBUTING.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "records/README.md"]
+LINKING += ["dev/MEASUREMENTS.md"]
+
+
+@pytest.mark.parametrize("name", LINKING)
 def test_links_of_pages_lead_to_files(name):
     page = ROOT / name
     for link in re.findall(r"\]\(([\w/.-]+)\)", page.read_text(encoding="utf-8")):
