@@ -12,8 +12,7 @@ A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 
 Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there.
 Every write goes to a temporary file that is renamed at the end, so a file is either complete or
-does not exist. All errors of users in data/ go through fail(), which raises SystemExit: one
-sentence on stderr, exit code 1.
+does not exist.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ COUNTS = {
 
 
 def fail(message: str) -> NoReturn:
-    """Raises SystemExit, which ends a script with the message on stderr and exit code 1."""
+    """Every error of a user in data/: raises SystemExit, a sentence on stderr and exit code 1."""
     raise SystemExit(f"error: {' '.join(message.split())}")
 
 
@@ -159,6 +158,13 @@ def read_json(path: str | Path) -> Any:
         fail(f"{path} is not a readable JSON file ({problem}); restore or delete it")
 
 
+def check_format(value: Any, path: str | Path, expected: str, hint: str) -> None:
+    """Ends the script unless a JSON value is an object that states a format."""
+    found = value.get("format") if isinstance(value, dict) else type(value).__name__
+    if found != expected:
+        fail(f"{path} has format {found!r}, expected {expected!r}; {hint}")
+
+
 def file_entry(path: str | Path, sha256: str) -> dict[str, Any]:
     """{"bytes", "sha256"} of a file, as dataset.json lists it."""
     return {"bytes": os.path.getsize(path), "sha256": sha256}
@@ -168,17 +174,12 @@ def file_entry(path: str | Path, sha256: str) -> dict[str, Any]:
 
 
 def write_shard(
-    path: str | Path,
-    tokens: np.ndarray,
-    bos_id: int | None = None,
-    vocab_size: int = 0,
-    tokenizer_sha256: str = "",
+    path: str | Path, tokens: np.ndarray, bos_id: int | None = None, vocab_size: int = 0, tokenizer_sha256: str = ""
 ) -> str:
     """Writes tokens (uint16 [n], n > 0) as one shard; returns the hex sha256 of the whole file.
 
     None, 0 and "" are written as "not stated".
     """
-    assert tokens.dtype == np.uint16, f"tokens must be uint16, not {tokens.dtype}"
     payload = np.ascontiguousarray(tokens, dtype="<u2")
     header = np.zeros(HEADER_WORDS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
@@ -242,6 +243,26 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
             yield tokens[start:end].tobytes()
 
 
+def group_shards(documents: Iterable[tuple], shard_tokens: int) -> Iterator[list[tuple]]:
+    """The documents of each shard: tuples that begin with the tokens, uint16 [n].
+
+    A shard ends before a document that would exceed shard_tokens; only a single larger document
+    makes a larger shard.
+    """
+    shard: list[tuple] = []
+    size = 0
+    for document in documents:
+        length = len(document[0])
+        if shard and size + length > shard_tokens:
+            yield shard
+            shard = []
+            size = 0
+        shard.append(document)
+        size += length
+    if shard:
+        yield shard
+
+
 # ==== dataset.json
 
 
@@ -302,12 +323,10 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     """Ends the script unless value is a consistent dataset.json of this format."""
-    found = value.get("format") if isinstance(value, dict) else type(value).__name__
-    if found == DATASET_FORMAT and not isinstance(value.get("files"), dict):
+    check_format(value, path, DATASET_FORMAT, "build the dataset again")
+    files = value.get("files")
+    if not isinstance(files, dict):
         fail(f"{path} lists no files; build the dataset again")
-    if found != DATASET_FORMAT:
-        fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
-    files = value["files"]
     for name in files:
         # The names of a downloaded dataset must not point out of the folder.
         if not LISTED_NAME.fullmatch(name):
@@ -317,10 +336,7 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
         # Datasets of earlier versions state none of sft/ and core/.
         notes = value if name == "pretrain" else value.get(name, {})
         if notes.get("fingerprint", actual) != actual:
-            fail(
-                f"{path} does not agree with itself: the files of {name}/ have another fingerprint; "
-                "build it again"
-            )
+            fail(f"{path} does not agree with itself: the files of {name}/ have another fingerprint; build it again")
     return value
 
 
@@ -373,8 +389,7 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     header = read_header(path)
     made_with = header["tokenizer_sha256"]
     if made_with not in ("", tokenizer_sha256):
-        wrong = f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256})"
-        fail(f"{wrong}; {hint}")
+        fail(f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256}); {hint}")
     tokens = read_shard(path, verify=True)
     if tokens.max() >= len(lengths):
         fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {hint}")

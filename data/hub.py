@@ -18,7 +18,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from dataset import (
     FULL_DISK,
     check_dataset,
     check_file,
+    check_format,
     fail,
     file_entry,
     json_bytes,
@@ -87,15 +88,12 @@ def explain(problem: Exception) -> str:
     return f"no answer from the server ({kind}: {problem}); check the network and HF_ENDPOINT"
 
 
-def reach(action: Callable[[], Any], what: str) -> Any:
-    """What an action returns, after a request that finds out within seconds whether there is a
-    network: many requests of huggingface_hub wait for minutes."""
+def reach_server() -> None:
+    """Finds out within seconds whether there is a network; many requests of huggingface_hub wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
 
-    with explained(what):
-        huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS)
-        return action()
+    huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS)
 
 
 def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset") -> Path:
@@ -110,9 +108,8 @@ def find_commit(repo: Repo, revision: str = "main") -> str:
     """The commit of a revision, so that all files are of one commit even if someone uploads meanwhile."""
     from huggingface_hub import HfApi
 
-    options = {"repo_type": repo.type, "revision": revision, "timeout": SECONDS}
     with explained(f"opening {repo.name} at {revision}"):
-        return HfApi().repo_info(repo.name, **options).sha
+        return HfApi().repo_info(repo.name, repo_type=repo.type, revision=revision, timeout=SECONDS).sha
 
 
 def list_files(repo: str) -> tuple[str, dict[str, list]]:
@@ -120,9 +117,8 @@ def list_files(repo: str) -> tuple[str, dict[str, list]]:
     from huggingface_hub import HfApi
 
     commit = find_commit(Repo(repo, "dataset"))
-    options = {"repo_type": "dataset", "revision": commit, "recursive": True}
     with explained(f"listing {repo}"):
-        entries = list(HfApi().list_repo_tree(repo, **options))
+        entries = list(HfApi().list_repo_tree(repo, repo_type="dataset", revision=commit, recursive=True))
     # Folders have no size.
     files = [entry for entry in entries if hasattr(entry, "size")]
     digests = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
@@ -148,11 +144,9 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
     for name in missing:
         if not sha256_matches(folder / name, files[name]["sha256"]):
             (folder / name).unlink(missing_ok=True)
-            fail(
-                f"{name} of {repo.name} is not what {manifest.name} lists (sha256 "
-                f"{files[name]['sha256']}); run the same command again, and if that does not help, "
-                "ask its owner to upload it again"
-            )
+            hint = "run the same command again, and if that does not help, ask its owner to upload it again"
+            listed = f"what {manifest.name} lists (sha256 {files[name]['sha256']})"
+            fail(f"{name} of {repo.name} is not {listed}; {hint}")
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, out / name)
     shutil.rmtree(folder, ignore_errors=True)
@@ -166,9 +160,9 @@ def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) ->
     from huggingface_hub import HfApi
 
     api = HfApi()
-    flags = {"private": private, "exist_ok": True}
-    create = lambda: api.create_repo(repo.name, repo_type=repo.type, **flags)
-    reach(create, f"creating {repo.name}")
+    with explained(f"creating {repo.name}"):
+        reach_server()
+        api.create_repo(repo.name, repo_type=repo.type, private=private, exist_ok=True)
     content = {"folder_path": folder, "allow_patterns": list(names), "commit_message": "Add files"}
     with explained(f"uploading {folder} to {repo.name}"):
         api.upload_folder(repo_id=repo.name, repo_type=repo.type, **content)
@@ -204,9 +198,7 @@ def upload(folder: Path, repo: Repo, private: bool = False) -> None:
 
 def check_run(value: Any, path: str) -> dict[str, dict]:
     """The files that a run.json lists, config.json first; ends the script unless they make up a run and lie in it."""
-    found = value.get("format") if isinstance(value, dict) else type(value).__name__
-    if found != RUN_FORMAT:
-        fail(f"{path} has format {found!r}, expected {RUN_FORMAT!r}; upload the run again")
+    check_format(value, path, RUN_FORMAT, "upload the run again")
     files = value.get("files")
     if not isinstance(files, dict):
         fail(f"{path} lists no files; upload the run again")
@@ -219,10 +211,8 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     folders = {name.rsplit("/", 1)[0] for name in names if "/" in name}
     needed = [*NEEDED, *(f"{folder}/{name}" for folder in folders for name in CHECKPOINT[:2])]
     if len(scripts) != 1 or len(folders) != 1 or not set(needed).issubset(names):
-        fail(
-            f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists "
-            f"{', '.join(names)}; only complete runs of such a script can be shared"
-        )
+        found = f"must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists {', '.join(names)}"
+        fail(f"{path} {found}; only complete runs of such a script can be shared")
     for name in names:
         if not isinstance(files[name], dict) or "sha256" not in files[name]:
             fail(f"{path} has no sha256 of {name}; upload the run again")
@@ -259,10 +249,9 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
     manifest = {"format": RUN_FORMAT, "files": files}
     check_run(manifest, f"run.json of {run_dir}")
     api = HfApi()
-    what = f"opening {repo.name}"
-    exists = reach(lambda: api.repo_exists(repo.name), what)
-    with explained(what):
-        there = api.list_repo_files(repo.name) if exists else []
+    with explained(f"opening {repo.name}"):
+        reach_server()
+        there = api.list_repo_files(repo.name) if api.repo_exists(repo.name) else []
     others = [name for name in there if not RUN_FILE.fullmatch(name) and name not in OF_THE_HUB]
     if others:
         fail(f"{repo.name} holds {others[0]}, which is no file of a run; choose another repository")

@@ -31,6 +31,7 @@ from dataset import (
     count_shard,
     fail,
     file_entry,
+    group_shards,
     lock_folder,
     overlap_note,
     read_dataset,
@@ -45,14 +46,8 @@ from dataset import (
     write_json,
     write_shard,
 )
-from sources import (
-    Source,
-    add_source_flags,
-    check_flags,
-    identify,
-    in_threads,
-    local_paths,
-)
+from sources import Source, add_source_flags, check_flags, identify, in_threads, local_paths
+from tiktoken import Encoding
 from tqdm import tqdm
 
 BATCH_CHARS = 500_000  # of text given to a thread at once
@@ -60,8 +55,7 @@ SHARD_TOKENS = 100_000_000
 LITTLE_VAL = 50_000  # bytes of validation text
 # Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
-    **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
-    **dict.fromkeys(("tokenizer", "vocab_size", "pattern")),
+    **dict.fromkeys("max_documents max_bytes val_source val_documents tokenizer vocab_size pattern".split()),
     "tokenizer_chars": tokenizer.MAX_CHARS,
     "shard_tokens": SHARD_TOKENS,
 }
@@ -70,31 +64,19 @@ LOCKED_FLAGS = {
 # ==== encoding
 
 
-class Encoder:
-    """Encodes documents in threads: the tokenizer runs without Python's lock."""
+def encode_documents(documents: Iterable[str], encoding: Encoding, workers: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(tokens uint16 [n] from BOS on, bytes of text) of each document, in order.
 
-    def __init__(self, tokenizer_path: Path, workers: int):
-        self.encoding = tokenizer.load(tokenizer_path)
-        self.bos_id = tokenizer.bos_id(self.encoding)
-        self.workers = workers
-        self.shard_header = {
-            "bos_id": self.bos_id,
-            "vocab_size": self.encoding.n_vocab,
-            "tokenizer_sha256": sha256_file(tokenizer_path),
-        }
+    In threads, as the tokenizer runs without Python's lock.
+    """
+    bos = np.array([tokenizer.bos_id(encoding)], dtype=np.uint16)
 
-    def encode(self, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
-        """(tokens uint16 [n] from BOS on, bytes of text) of each document, in order."""
-        batches = make_batches(documents)
-        max_pending = 3 * self.workers
-        for batch in in_threads(self.encode_batch, batches, self.workers, max_pending):
-            yield from batch
-
-    def encode_batch(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
-        """encode, of the documents of a batch."""
-        bos = np.array([self.bos_id], dtype=np.uint16)
-        encode = lambda text: np.concatenate((bos, tokenizer.encode(self.encoding, text)))
+    def encode_batch(texts: list[str]) -> list[tuple[np.ndarray, int]]:
+        encode = lambda text: np.concatenate((bos, tokenizer.encode(encoding, text)))
         return [(encode(text), len(text.encode())) for text in texts]
+
+    for batch in in_threads(encode_batch, make_batches(documents), workers, max_pending=3 * workers):
+        yield from batch
 
 
 def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -138,12 +120,7 @@ class Progress:
 
     def save(self) -> None:
         """Writes progress.json."""
-        value = {
-            "settings": self.settings,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "shards": self.shards,
-            "complete": self.complete,
-        }
+        value = {key: value for key, value in vars(self).items() if key != "out"}
         write_json(self.out / "progress.json", value)
 
     def all_shards(self) -> list[dict[str, Any]]:
@@ -174,11 +151,8 @@ def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
         if old.get(key) != new[key] and not (key == "name" and not new["name"]):
-            fail(
-                f"{out} was built with other settings: --{key.replace('_', '-')} was "
-                f"{old.get(key)!r} before and is {new[key]!r} now; choose another --out or the same "
-                "settings"
-            )
+            was = f"--{key.replace('_', '-')} was {old.get(key)!r} before and is {new[key]!r} now"
+            fail(f"{out} was built with other settings: {was}; choose another --out or the same settings")
 
 
 def is_complete(progress: Progress) -> bool:
@@ -197,67 +171,35 @@ def is_complete(progress: Progress) -> bool:
 # ==== shards
 
 
-@dataclass
-class ShardWriter:
-    """Puts encoded documents into the shards of a split, after those that progress lists.
-
-    A shard closes before a document that would exceed shard_tokens; only a single larger document
-    makes a larger shard. progress.json is updated after each shard.
-    """
-
-    split: str
-    encoder: Encoder
-    progress: Progress
-    shard_tokens: int
-    tokens: int = 0  # in the buffer, like the next two
-    documents: int = 0
-    text_bytes: int = 0
-    buffer: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffer = np.empty(self.shard_tokens, dtype=np.uint16)
-
-    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Adds a document: its tokens, uint16 [n], and the bytes of its text."""
-        if self.tokens + len(tokens) > self.shard_tokens:
-            self.close()
-        if len(tokens) > len(self.buffer):
-            self.buffer = np.empty(len(tokens), dtype=np.uint16)
-        self.buffer[self.tokens : self.tokens + len(tokens)] = tokens
-        self.tokens += len(tokens)
-        self.documents += 1
-        self.text_bytes += text_bytes
-
-    def close(self) -> None:
-        """Writes the buffer as a shard, unless it is empty."""
-        if not self.tokens:
-            return
-        shards = self.progress.shards[self.split]
-        path = f"pretrain/{self.split}_{len(shards):06d}.bin"
-        tokens = self.buffer[: self.tokens]
-        sha256 = write_shard(self.progress.out / path, tokens, **self.encoder.shard_header)
-        counts = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-        shards.append({"path": path, **counts, "sha256": sha256})
-        self.progress.save()
-        line = f"wrote {path}: {self.tokens:,} tokens, {self.documents:,} documents"
-        tqdm.write(line, file=sys.stdout)
-        self.tokens = 0
-        self.documents = 0
-        self.text_bytes = 0
-
-
-def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
-    """Encodes the documents of a split that are not in a shard yet."""
-    progress = writer.progress
-    split = writer.split
+def write_split(split: str, documents: Iterable[str], progress: Progress, args: argparse.Namespace) -> None:
+    """Encodes the documents of a split that are not in a shard yet, and writes their shards."""
+    encoding = tokenizer.load(progress.out / "tokenizer.json")
     num_written = sum(entry["documents"] for entry in progress.shards[split])
+    documents = islice(documents, num_written, None)
     with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
-        for tokens, text_bytes in writer.encoder.encode(islice(documents, num_written, None)):
-            writer.add(tokens, text_bytes)
-            bar.update(text_bytes)
-        writer.close()
+
+        def encoded() -> Iterator[tuple[np.ndarray, int]]:
+            for tokens, text_bytes in encode_documents(documents, encoding, args.workers):
+                bar.update(text_bytes)
+                yield tokens, text_bytes
+
+        for shard in group_shards(encoded(), args.shard_tokens):
+            add_shard(split, shard, encoding, progress)
     progress.complete.append(split)
     progress.save()
+
+
+def add_shard(split: str, documents: list[tuple], encoding: Encoding, progress: Progress) -> None:
+    """Writes documents, as encode_documents gives them, as the next shard of a split."""
+    path = f"pretrain/{split}_{len(progress.shards[split]):06d}.bin"
+    tokens = np.concatenate([tokens for tokens, _ in documents])
+    header = (tokenizer.bos_id(encoding), encoding.n_vocab, progress.tokenizer_sha256)
+    sha256 = write_shard(progress.out / path, tokens, *header)
+    text_bytes = sum(size for _, size in documents)
+    counts = {"tokens": len(tokens), "documents": len(documents), "text_bytes": text_bytes}
+    progress.shards[split].append({"path": path, **counts, "sha256": sha256})
+    progress.save()
+    tqdm.write(f"wrote {path}: {len(tokens):,} tokens, {len(documents):,} documents", file=sys.stdout)
 
 
 # ==== text to a dataset directory
@@ -289,7 +231,12 @@ def build(args: argparse.Namespace) -> None:
         write_shards(args, source, progress)
         finish(progress)
     if source.corpus:
-        pypi.compare_build(args, LOCKED_FLAGS)
+        changed = [flag for flag, value in LOCKED_FLAGS.items() if getattr(args, flag) != value]
+        if changed:
+            names = ", ".join(f"--{flag.replace('_', '-')}" for flag in changed)
+            print(f"not compared with the lock, which holds for a dataset made without {names}")
+        else:
+            pypi.compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
 
 
 def check_documents(source: Source) -> None:
@@ -322,10 +269,9 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     if args.tokenizer and sha256 != sha256_file(args.tokenizer):
         fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
     description = tokenizer.describe(path)
-    for key in ("vocab_size", "pattern"):
+    for flag, key in (("--vocab-size", "vocab_size"), ("--pattern", "pattern")):
         wanted = getattr(args, key)
         if wanted and description[key] != wanted:
-            flag = f"--{key.replace('_', '-')}"
             fail(f"{path} has {flag} {description[key]}, not {wanted}; leave the flag out or train anew")
     progress.tokenizer_sha256 = sha256
     progress.save()
@@ -334,11 +280,10 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
 def write_shards(args: argparse.Namespace, source: Source, progress: Progress) -> None:
     """All shards that progress does not list."""
     start = time.perf_counter()
-    encoder = Encoder(args.out / "tokenizer.json", args.workers)
     if "val" not in progress.complete:
-        write_split(ShardWriter("val", encoder, progress, args.shard_tokens), source.val())
+        write_split("val", source.val(), progress, args)
     if "train" not in progress.complete:
-        write_split(ShardWriter("train", encoder, progress, args.shard_tokens), source.train())
+        write_split("train", source.train(), progress, args)
     print(f"encoded in {time.perf_counter() - start:.1f} s in {args.workers} threads")
     if skipped := sum(source.skipped.values()):
         what = "documents or malformed lines" if args.skip_bad else "documents"
@@ -350,8 +295,7 @@ def finish(progress: Progress) -> None:
     out = progress.out
     path = out / "tokenizer.json"
     settings = progress.settings
-    inputs = settings["inputs"]
-    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
+    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in settings["inputs"]]
     files = {"tokenizer.json": file_entry(path, progress.tokenizer_sha256)}
     for entry in progress.all_shards():
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
@@ -386,10 +330,8 @@ def import_shards(args: argparse.Namespace) -> None:
     if args.interleave:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
-        fail(
-            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's vocabulary "
-            "make it with data/tokenizer.py gpt2"
-        )
+        hint = "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
+        fail(f"--source shards: needs --tokenizer, the tokenizer.json the shards were made with; {hint}")
     specs = [str(Path(spec) / "*.bin") if Path(spec).is_dir() else spec for spec in specs]
     paths = local_paths(specs, (".bin",))
     by_split = sort_by_split(paths, ", ".join(specs))
@@ -433,10 +375,8 @@ def sort_by_split(paths: list[Path], spec: str) -> dict[str, list[Path]]:
             print(f"skipped {path.name}: its name must say either train or val")
     for split, split_paths in by_split.items():
         if not split_paths:
-            fail(
-                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the shards "
-                "*_train_* and *_val_*"
-            )
+            found = f"none of the {len(paths)} files of {spec} has the word {split!r} in its name"
+            fail(f"{found}; name the shards *_train_* and *_val_*")
     return by_split
 
 

@@ -36,18 +36,19 @@ import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import string
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,10 @@ from tqdm import tqdm
 LOCK = Path(__file__).parent / "pypi_lock.json"
 LOCK_FORMAT = "decoderstack-pypi-1"
 WHEELS = Path(__file__).parent / "shards" / "wheels"
+PIP_FLAGS = (
+    "--no-input --no-deps --disable-pip-version-check --progress-bar=off --only-binary=:all: --require-hashes "
+    "--ignore-requires-python".split()
+)
 TOKENIZER_SET = "p34"  # every set has the tokenizer of this one's training text,
 TOKENIZER_BYTES = 50_000_000  # of its first documents up to this size
 
@@ -94,11 +99,11 @@ MIN_AGREEING = BANDS * BAND_ROWS // 2
 
 
 class Chunk(NamedTuple):
-    """One document of the corpus: UTF-8, its 16-byte hash, its MinHash values (uint32 [72])."""
+    """One document of the corpus."""
 
-    text: bytes
-    digest: bytes
-    sketch: np.ndarray
+    text: bytes  # UTF-8
+    digest: bytes  # its hash, 16 bytes
+    sketch: np.ndarray  # its MinHash values, uint32 [72]
 
 
 class Corpus(NamedTuple):
@@ -111,10 +116,6 @@ class Corpus(NamedTuple):
 
 
 # ==== the lock
-
-
-def read_lock() -> dict[str, Any]:
-    return read_json(LOCK)
 
 
 def read_set(lock: dict[str, Any], name: str) -> dict[str, Any]:
@@ -134,13 +135,9 @@ def set_packages(lock: dict[str, Any], name: str) -> list[dict[str, Any]]:
 # ==== downloading
 
 
-def wheel_folder() -> Path:
-    """Where wheels are kept: $DECODERSTACK_WHEELS, or data/shards/wheels."""
-    return Path(os.environ.get("DECODERSTACK_WHEELS") or WHEELS)
-
-
-def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
+def fetch(packages: list[dict[str, Any]]) -> list[Path]:
+    """The wheels in $DECODERSTACK_WHEELS or data/shards/wheels, downloaded where they are missing or damaged."""
+    folder = Path(os.environ.get("DECODERSTACK_WHEELS") or WHEELS)
     missing = [wheel for wheel in packages if not sha256_matches(folder / wheel["file"], wheel["sha256"])]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,20 +154,13 @@ def download(package: dict[str, Any], folder: Path) -> None:
     path = folder / package["file"]
     with tempfile.TemporaryDirectory() as temporary:
         requirement = Path(temporary) / "requirements.txt"
-        pinned = f"{package['name']}=={package['version']} --hash=sha256:{package['sha256']}\n"
-        requirement.write_text(pinned)
-        command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
-        command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
-        command += ["--require-hashes", "--ignore-requires-python", "--dest", str(folder)]
-        command += ["-r", str(requirement)]
+        requirement.write_text(f"{package['name']}=={package['version']} --hash=sha256:{package['sha256']}\n")
+        command = [sys.executable, "-m", "pip", "download", *PIP_FLAGS, "--dest", folder, "-r", requirement]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if result.returncode or not sha256_matches(path, package["sha256"]):
-        errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
-        reason = errors[-1] if errors else result.stderr
-        fail(
-            f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
-            "the disk, and run the same command again: what was downloaded stays"
-        )
+        errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE) or [result.stderr]
+        hint = "check the network, pip's index and the space on the disk, and run the same command again"
+        fail(f"pip cannot download {package['file']} ({errors[-1]}); {hint}: what was downloaded stays")
 
 
 # ==== reading
@@ -413,10 +403,10 @@ def drop_duplicates(groups: list[list[Chunk]], dropped: Counter) -> list[list[by
 # ==== the corpus
 
 
-def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> Corpus:
+def make_corpus(lock: dict[str, Any], name: str, workers: int) -> Corpus:
     """Downloads and reads the wheels of a set; the documents must be those of the lock."""
     packages = set_packages(lock, name)
-    paths = fetch(packages, folder)
+    paths = fetch(packages)
     parts: dict[str, list[Chunk]] = {}
     dropped: Counter = Counter()
     for package, (chunks, reasons) in zip(packages, read_all(paths, workers), strict=True):
@@ -439,22 +429,19 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     actual = describe(corpus)
     expected = lock["sets"][name].get("documents", actual)
     if actual != expected:
-        fail(
-            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found "
-            f"{actual}, expected {expected}; report it with your versions of Python and numpy"
-        )
+        differs = f"found {actual}, expected {expected}; report it with your versions of Python and numpy"
+        fail(f"the wheels of pypi:{name} are those of the lock, but their documents differ: {differs}")
     return corpus
 
 
 def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
     """For --source pypi:NAME: what identifies the input, and the documents."""
     name = spec.removeprefix("pypi:")
-    lock = read_lock()
-    packages = set_packages(lock, name)
-    corpus = make_corpus(lock, name, wheel_folder(), workers)
+    lock = read_json(LOCK)
+    corpus = make_corpus(lock, name, workers)
     for reason, count in sorted(corpus.dropped.items()):
         print(f"{count:9,} {reason}")
-    files = [[package["file"], package["size"], package["sha256"]] for package in packages]
+    files = [[package["file"], package["size"], package["sha256"]] for package in set_packages(lock, name)]
     return [[spec], *files], corpus
 
 
@@ -463,45 +450,31 @@ def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Chunk], Cou
     if workers == 1:
         yield from tqdm(map(read_wheel, paths), "reading wheels", len(paths), disable=None)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         yield from tqdm(pool.map(read_wheel, paths), "reading wheels", len(paths), disable=None)
 
 
-def hash_documents(documents: Iterable[bytes]) -> str:
-    """sha256 over the documents in their order, each after its length."""
-    digest = hashlib.sha256()
-    for text in documents:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
-    return digest.hexdigest()
+def end_with_parent() -> None:
+    """Ends this process when the one that started it has ended, by whatever signal."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def describe(corpus: Corpus) -> dict[str, Any]:
-    """What the lock states of the documents of a set."""
-    return {
-        split: {
-            "documents": len(documents),
-            "bytes": sum(map(len, documents)),
-            "sha256": hash_documents(documents),
-        }
-        for split, documents in (("train", corpus.train), ("val", corpus.val))
-    }
+    """What the lock states of the documents of a set; their sha256 takes each after its length."""
+    result = {}
+    for split, documents in (("train", corpus.train), ("val", corpus.val)):
+        digest = hashlib.sha256()
+        for text in documents:
+            digest.update(len(text).to_bytes(8, "little") + text)
+        size = sum(map(len, documents))
+        result[split] = {"documents": len(documents), "bytes": size, "sha256": digest.hexdigest()}
+    return result
 
 
-def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """compare_dataset, unless one of these flags asked for another dataset."""
-    flags = [flag for flag, value in defaults.items() if getattr(args, flag) != value]
-    if flags:
-        names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
-        print(f"not compared with the lock, which holds for a dataset made without {names}")
-    else:
-        compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
-
-
-def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:
-    """The layers after the documents: the first that differs ends the script."""
-    lock = lock or read_lock()
-    expected = read_set(lock, name).get("dataset")
+def compare_dataset(out: Path, name: str) -> None:
+    """The layers after the documents: the first that differs from the lock ends the script."""
+    expected = read_set(read_json(LOCK), name).get("dataset")
     if not expected:
         return
     actual = dataset_layers(read_dataset(out))
@@ -530,23 +503,22 @@ def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
 
 def verify(name: str, out: Path, workers: int) -> None:
     """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
-    lock = read_lock()
     dataset = read_dataset(out)
-    make_corpus(lock, name, wheel_folder(), workers)
+    make_corpus(read_json(LOCK), name, workers)
     print(f"wheels and documents are those of pypi:{name}")
     for path, entry in dataset["files"].items():
         check_file(out / path, entry)
-    compare_dataset(out, name, lock)
+    compare_dataset(out, name)
 
 
 def write_lock(name: str, out: Path | None, workers: int) -> None:
     """Notes the documents of a set, or, with a dataset that was built since, all the rest."""
-    lock = read_lock()
+    lock = read_json(LOCK)
     entry = read_set(lock, name)
     if out is None:
         entry.pop("documents", None)
         entry.pop("dataset", None)
-        corpus = make_corpus(lock, name, wheel_folder(), workers)
+        corpus = make_corpus(lock, name, workers)
         entry["documents"] = describe(corpus)
         entry["dropped"] = dict(sorted(corpus.dropped.items()))
     else:

@@ -44,6 +44,7 @@ import tokenizer
 from dataset import (
     fail,
     file_entry,
+    group_shards,
     lock_folder,
     new_folder,
     read_dataset,
@@ -155,31 +156,20 @@ def render(
     messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens uint16 [n], loss mask bool [n]) of a conversation, by the template at the top."""
-    tokens: list[np.ndarray] = []
-    mask: list[np.ndarray] = []
-
-    def add(piece: np.ndarray, is_target: bool) -> None:
-        tokens.append(piece)
-        mask.append(np.full(len(piece), is_target))
-
-    def add_special(name: str, is_target: bool) -> None:
-        add(np.array([ids[name]], dtype=np.uint16), is_target)
-
-    add_special("<|bos|>", False)
+    pieces: list[tuple[Sequence[int], bool]] = [([ids["<|bos|>"]], False)]  # tokens, and whether they are targets
     for role, parts in messages:
         is_assistant = role == "assistant"
-        add_special(f"<|{role}_start|>", False)
+        pieces.append(([ids[f"<|{role}_start|>"]], False))
         for kind, text in parts:
             is_target = is_assistant and kind != "python_output"
-            if kind == "text":
-                add(encode(text), is_target)
-            else:
+            tokens = encode(text)
+            if kind != "text":
                 start, end = SPECIAL_OF_PART[kind]
-                add_special(start, is_target)
-                add(encode(text), is_target)
-                add_special(end, is_target)
-        add_special(f"<|{role}_end|>", is_assistant)
-    return np.concatenate(tokens), np.concatenate(mask)
+                tokens = [ids[start], *tokens, ids[end]]
+            pieces.append((tokens, is_target))
+        pieces.append(([ids[f"<|{role}_end|>"]], is_assistant))
+    mask = np.repeat([is_target for _, is_target in pieces], [len(tokens) for tokens, _ in pieces])
+    return np.concatenate([tokens for tokens, _ in pieces]).astype(np.uint16), mask
 
 
 # ==== sources
@@ -190,35 +180,38 @@ Record = tuple[str, Any, str]
 
 @dataclass(frozen=True)
 class ChatSource:
-    """A --source or --val-source. What it has depends on its kind: chat and gsm8k are files, the others generated."""
+    """A --source or --val-source: files, or tasks that are generated for a split."""
 
-    kind: str  # "chat", "gsm8k", "spelling" or "addition"
     name: str  # for dataset.json, without folders
     weight: float = 1.0
     files: tuple[File, ...] = ()
-    train_count: int = 0  # of tasks to generate
-    val_count: int = 0
-    words: tuple[str, ...] = ()  # of spelling
-    digits: int = 0  # of addition
+    is_gsm8k: bool = False
+    tasks: Callable[[str], Iterator[dict[str, Any]]] | None = None  # conversations, from "train" or "val"
+
+    def read(self, split: str) -> Iterator[Record]:
+        """Every record, of tasks those of a split."""
+        for file in self.files:
+            yield from records(file.fetch(), ("question", "answer") if self.is_gsm8k else ())
+        if self.tasks:
+            for number, task in enumerate(self.tasks(split), 1):
+                yield f"task {number}", task, ""
 
 
 def parse_source(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     """Resolves a --source or --val-source; user errors end the script before anything is read."""
-    kind, _, rest = spec.partition(":")
+    kind = spec.partition(":")[0]
     if kind in GENERATED:
         return parse_generated(spec, flag, args)
-    if kind != "gsm8k":
-        kind = "chat"
-        rest = spec
-    path, weight = re.fullmatch(r"(.*?)(?::([0-9]+\.?[0-9]*))?", rest).groups()
+    is_gsm8k = kind == "gsm8k"
+    path, weight = re.fullmatch(r"(.*?)(?::([0-9]+\.?[0-9]*))?", spec.removeprefix("gsm8k:")).groups()
     weight = float(weight or 1)
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
     path = NAMED.get(path, path)
     files = tuple(find_files(path, suffixes=SUFFIXES, skip_bad=args.skip_bad))
     names = path if is_hub(path) else ",".join(file.identity[0] for file in files)
-    prefix = "gsm8k:" if kind == "gsm8k" else ""
-    return ChatSource(kind, f"{prefix}{names}:{weight:g}", weight, files)
+    prefix = "gsm8k:" if is_gsm8k else ""
+    return ChatSource(f"{prefix}{names}:{weight:g}", weight, files, is_gsm8k)
 
 
 def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
@@ -230,32 +223,15 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSourc
     count = int(match["count"] or SPELLING_COUNT)
     # All of a --val-source is validation.
     val_count = count if flag == "--val-source" else held_out_count(count, args)
+    counts = {"train": count, "val": val_count}
     if kind == "spelling":
         path = Path(match["file"])
-        words = tuple(read_words(path, flag))
-        name = f"spelling:{path.name}:{count}"
-        return ChatSource(kind, name, train_count=count, val_count=val_count, words=words)
+        words = read_words(path, flag)
+        tasks = lambda split: spelling_tasks(words, counts[split], split, args.seed)
+        return ChatSource(f"spelling:{path.name}:{count}", tasks=tasks)
     digits = int(match["digits"] or 2)
-    name = f"addition:{count}:{digits}"
-    return ChatSource(kind, name, train_count=count, val_count=val_count, digits=digits)
-
-
-def read_source(source: ChatSource, split: str, seed: int) -> Iterator[Record]:
-    """The records of a source; of the generated kinds those of a split."""
-    if source.kind == "chat":
-        for file in source.files:
-            yield from records(file.fetch())
-    elif source.kind == "gsm8k":
-        for file in source.files:
-            yield from records(file.fetch(), ("question", "answer"))
-    else:
-        count = source.val_count if split == "val" else source.train_count
-        if source.kind == "spelling":
-            tasks = spelling_tasks(source.words, count, split, seed)
-        else:
-            tasks = addition_tasks(source.digits, count, split, seed)
-        for number, task in enumerate(tasks, 1):
-            yield f"task {number}", task, ""
+    tasks = lambda split: addition_tasks(digits, counts[split], split, args.seed)
+    return ChatSource(f"addition:{count}:{digits}", tasks=tasks)
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
@@ -391,7 +367,7 @@ def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[d
 Conversation = tuple[np.ndarray, np.ndarray]  # tokens uint16 [n], loss mask bool [n]
 
 
-def encode_records(encoding: Any, kind: str, batch: list[Record]) -> list[tuple]:
+def encode_records(encoding: Any, is_gsm8k: bool, batch: list[Record]) -> list[tuple]:
     """(where, tokens, loss mask) of each record, or (where, what is wrong, None)."""
     ids = tokenizer.special_tokens(encoding)
     encode = partial(tokenizer.encode, encoding)
@@ -400,7 +376,7 @@ def encode_records(encoding: Any, kind: str, batch: list[Record]) -> list[tuple]
         try:
             if problem:
                 raise ValueError(problem)
-            if kind == "gsm8k":
+            if is_gsm8k:
                 value = gsm8k_conversation(value)
             tokens, mask = render(check_messages(value), encode, ids)
             results.append((where, tokens, mask))
@@ -413,9 +389,9 @@ def encode_source(
     source: ChatSource, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
 ) -> list[Conversation]:
     """Every conversation of a source, in its order, truncated to --max-len; tally counts what is lost."""
-    stream = read_source(source, split, args.seed)
+    stream = source.read(split)
     batches = iter(lambda: list(islice(stream, BATCH)), [])
-    work = partial(encode_records, encoding, source.kind)
+    work = partial(encode_records, encoding, source.is_gsm8k)
     results = in_threads(work, batches, args.workers, max_pending=3 * args.workers)
     conversations = []
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
@@ -439,14 +415,17 @@ def encode_source(
 def read_splits(
     sources: list[ChatSource], val_sources: list[ChatSource], encoding: Any, args: argparse.Namespace
 ) -> tuple[dict[str, list[Conversation]], dict[str, Counter]]:
-    """The conversations of both splits in the order to write them in, and the tallies of encode_source."""
+    """The conversations of both splits in the order to write them in, and the tallies of encode_source.
+
+    Random numbers: stream 0 for each --source, 1 for each --val-source, 2 for the order of each split.
+    """
     train: list[Conversation] = []
     val: list[Conversation] = []
     tallies = {"train": Counter(), "val": Counter()}
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
         conversations = encode_source(source, "train", encoding, args, tallies["train"])
-        if not val_sources and source.kind in GENERATED:
+        if not val_sources and source.tasks:
             val += encode_source(source, "val", encoding, args, tallies["val"])
         elif not val_sources:
             count = held_out_count(len(conversations), args)
@@ -474,9 +453,7 @@ def held_out_count(total: int, args: argparse.Namespace) -> int:
     return max(1, round(0.01 * total), min(50, total // 20))  # 1 % of few would say little
 
 
-def weigh(
-    conversations: list[Conversation], weight: float, rng: np.random.Generator
-) -> list[Conversation]:
+def weigh(conversations: list[Conversation], weight: float, rng: np.random.Generator) -> list[Conversation]:
     """Each conversation int(weight) times, plus a random part of them for the fraction of the weight."""
     count = len(conversations)
     extra = rng.choice(count, round((weight - int(weight)) * count), replace=False)
@@ -486,31 +463,7 @@ def weigh(
 # ==== writing
 
 
-def write_split(
-    folder: Path,
-    split: str,
-    conversations: list[Conversation],
-    shard_tokens: int,
-    tokenizer_path: Path,
-) -> dict[str, dict]:
-    """Writes the shards and masks of a split; no conversation is split between shards. Returns their entries."""
-    shards: list[list[Conversation]] = [[]]
-    size = 0
-    for tokens, mask in conversations:
-        if shards[-1] and size + len(tokens) > shard_tokens:
-            shards.append([])
-            size = 0
-        shards[-1].append((tokens, mask))
-        size += len(tokens)
-    files: dict[str, dict] = {}
-    for number, shard in enumerate(shards):
-        files |= write_shard_and_mask(folder / f"{split}_{number:06d}.bin", shard, tokenizer_path)
-    return files
-
-
-def write_shard_and_mask(
-    path: Path, conversations: list[Conversation], tokenizer_path: Path
-) -> dict[str, dict]:
+def write_shard_and_mask(path: Path, conversations: list[Conversation], tokenizer_path: Path) -> dict[str, dict]:
     """A shard of conversations and its loss mask; returns the entries of both."""
     encoding = tokenizer.load(tokenizer_path)
     sha256 = sha256_file(tokenizer_path)
@@ -552,7 +505,9 @@ def build(args: argparse.Namespace) -> None:
         notes[split] = {name: tally[name] for name in ("cut", "dropped", "bad")}
     with new_folder(out, "sft", sft=notes) as (folder, files):
         for split, conversations in splits.items():
-            files |= write_split(folder, split, conversations, args.shard_tokens, out / "tokenizer.json")
+            for number, shard in enumerate(group_shards(conversations, args.shard_tokens)):
+                path = folder / f"{split}_{number:06d}.bin"
+                files |= write_shard_and_mask(path, shard, out / "tokenizer.json")
 
     totals = read_dataset(out)["splits"]
     for split, tally in tallies.items():

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
+from functools import partial
 from glob import escape, glob
 from itertools import islice
 from pathlib import Path
@@ -95,9 +96,9 @@ class Source:
 
     # What identifies the text: identities of files, after "val" those of val_source.
     inputs: list[list[Any]] = field(init=False)
-    files: list[File] = field(init=False, default_factory=list)
-    val_files: list[File] = field(init=False, default_factory=list)
+    files: list[File] = field(init=False, default_factory=list)  # of source
     corpus: pypi.Corpus | None = field(init=False, default=None)
+    val_reader: Callable[[], Iterator[str]] | None = field(init=False, default=None)  # None: a part of source
     # Documents without text and, with skip_bad, malformed lines, by file, in the latest pass.
     skipped: dict[Path, int] = field(init=False, default_factory=dict)
 
@@ -116,60 +117,58 @@ class Source:
             fail(f"--interleave is for files on this machine, --source is {first}; leave it out")
         if first == "stdlib":
             self.inputs = [stdlib_text.identity()]
+            self.val_reader = partial(stdlib_text.documents, "val")
         elif first.startswith("pypi:"):
             self.inputs, self.corpus = pypi.open_set(first, self.workers)
+            self.val_reader = partial(map, bytes.decode, self.corpus.val)
         else:
             self.open_files()
         if self.val_source is not None:
             self.open_val_source()
         if self.val_fraction is None:
             size = min(sum(file.identity[1] for file in self.files), self.max_bytes or LITTLE_TEXT)
-            self.val_fraction = 0.05 if self.splits_source() and size < LITTLE_TEXT else 0.01
+            self.val_fraction = 0.01 if self.val_reader or size >= LITTLE_TEXT else 0.05
 
     def open_files(self) -> None:
         """The files of source. Of a Hugging Face dataset the last one is validation, if val_source names no other."""
         self.files = find_files(*self.source, skip_bad=self.skip_bad)
+        val_files = []
         if is_hub(self.source[0]):
             if self.val_source is None:
                 if len(self.files) < 2:
                     fail(f"--source {self.source[0]} has one file but needs 2; give --val-source")
-                self.val_files = [self.files.pop()]
+                val_files = [self.files.pop()]
+                self.val_reader = partial(self.read_files, val_files)
+                self.val_documents = self.val_documents or HUB_VAL_DOCUMENTS
             self.files = self.files[: self.max_files]
-        self.inputs = [file.identity for file in self.files + self.val_files]
+        self.inputs = [file.identity for file in self.files + val_files]
 
     def open_val_source(self) -> None:
         """All of val_source is validation; of climbmix and fineweb-edu the last file."""
         if self.val_source == "stdlib":
+            self.val_reader = partial(stdlib_text.documents, "val")
             val_inputs = [stdlib_text.identity()]
         else:
-            self.val_files = find_files(self.val_source, skip_bad=self.skip_bad)
+            val_files = find_files(self.val_source, skip_bad=self.skip_bad)
             if self.val_source in HUB_SOURCES:
-                self.val_files = self.val_files[-1:]
-            val_inputs = [file.identity for file in self.val_files]
+                val_files = val_files[-1:]
+            self.val_reader = partial(self.read_files, val_files)
+            val_inputs = [file.identity for file in val_files]
         check_apart(self.inputs, val_inputs)
         self.inputs = self.inputs + [["val", *identity] for identity in val_inputs]
 
     def train(self) -> Iterator[str]:
         """The documents to train on."""
         documents = self.read_source()
-        if self.splits_source():
-            return one_part(documents, self.val_fraction, want_val=False)
-        return documents
+        return documents if self.val_reader else one_part(documents, self.val_fraction, want_val=False)
 
     def val(self) -> Iterator[str]:
         """The documents to validate on."""
-        limit = self.val_documents
-        if self.val_files:
-            documents = self.read_files(self.val_files)
-            if limit is None and self.val_source is None:
-                limit = HUB_VAL_DOCUMENTS
-        elif "stdlib" in (*self.source, self.val_source):
-            documents = stdlib_text.documents("val")
-        elif self.corpus:
-            documents = map(bytes.decode, self.corpus.val)
+        if self.val_reader:
+            documents = self.val_reader()
         else:
             documents = one_part(self.read_source(), self.val_fraction, want_val=True)
-        return limited(documents, limit)
+        return limited(documents, self.val_documents)
 
     def tokenizer_text(self) -> Iterator[str]:
         """The documents for a new tokenizer: those to train on, but for pypi:, whose sets share one tokenizer."""
@@ -177,10 +176,6 @@ class Source:
             documents = map(bytes.decode, self.corpus.tokenizer_text)
             return limited(documents, self.max_documents, self.max_bytes)
         return self.train()
-
-    def splits_source(self) -> bool:
-        """Whether validation is a part of the documents of source: of files on this machine, without val_source."""
-        return bool(self.files) and not self.val_files and self.val_source is None
 
     def read_source(self) -> Iterator[str]:
         """The documents of source, up to max_documents and max_bytes."""
@@ -268,9 +263,7 @@ def check_apart(*sources: list[list[Any]]) -> None:
         names |= files
 
 
-def limited(
-    documents: Iterable[str], max_documents: int | None = None, max_bytes: int | None = None
-) -> Iterator[str]:
+def limited(documents: Iterable[str], max_documents: int | None, max_bytes: int | None = None) -> Iterator[str]:
     """The first documents, whole, up to either limit; max_bytes in UTF-8."""
     size = 0
     for text in islice(documents, max_documents):
@@ -303,9 +296,7 @@ def clean(text: str) -> str:
 # ==== files
 
 
-def find_files(
-    *specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_bad: bool = False
-) -> list[File]:
+def find_files(*specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_bad: bool = False) -> list[File]:
     """The files of a Hugging Face dataset, or of paths, globs and folders, in their order."""
     spec = specs[0]
     if not is_hub(spec):
@@ -391,8 +382,7 @@ def is_binary(path: Path) -> bool:
 
 def identify(path: Path) -> list[Any]:
     """[name, size in bytes, sha256]: what tells that a file was exchanged."""
-    digest = sha256_file(path)
-    return [path.name, path.stat().st_size, digest]
+    return [path.name, path.stat().st_size, sha256_file(path)]
 
 
 def in_threads(
@@ -527,8 +517,7 @@ def text_documents(path: Path) -> Iterator[str]:
 
 @functools.cache  # once for a file that is read several times
 def warn_of_encoding(path: Path) -> None:
-    advice = "convert it, or the rest becomes \ufffd"
-    print(f"warning: {path} is not UTF-8 everywhere; {advice}", file=sys.stderr)
+    print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
 
 
 # ==== flags

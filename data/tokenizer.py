@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 import tiktoken.load
-from dataset import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
+from dataset import MAX_VOCAB, check_format, fail, read_json, run, sha256_file, write_json
 from sources import Source, add_source_flags, check_flags, clean
 
 FORMAT = "decoderstack-tokenizer-1"
@@ -119,9 +119,7 @@ def make_spec(pattern: str, ranks: list[bytes], special: dict[str, int]) -> dict
 def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
     """(pattern, ranks, special tokens) of a tokenizer.json, checked."""
     value = read_json(path)
-    found = value.get("format") if isinstance(value, dict) else type(value).__name__
-    if found != FORMAT:
-        fail(f"{path} has format {found!r}, expected {FORMAT!r}; train one with data/tokenizer.py")
+    check_format(value, path, FORMAT, "train one with data/tokenizer.py")
     try:
         pattern = value["pattern"]
         special = value["special_tokens"]
@@ -150,9 +148,7 @@ def pattern_problem(pattern: str) -> str | None:
     """
     ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
     try:
-        trial = tiktoken.Encoding(
-            "trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
+        trial = tiktoken.Encoding("trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         tokens = trial.encode_to_numpy(TEST_TEXT, allowed_special=set(), disallowed_special=())
     except (TypeError, ValueError) as problem:
         return f"its pattern does not work ({problem})"
@@ -166,8 +162,7 @@ def load(path: str | Path) -> tiktoken.Encoding:
     pattern, ranks, special = read_spec(path)
     name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
-    options = {"mergeable_ranks": mergeable, "special_tokens": special}
-    return tiktoken.Encoding(name, pat_str=pattern, **options)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
 
 
 def token_bytes(path: str | Path) -> np.ndarray:

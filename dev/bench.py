@@ -129,9 +129,9 @@ def stage_batches(state: ts.TrainState, dataset, index: int):
 
 
 def mark(device: torch.device):
-    """A moment: an event of a GPU, or milliseconds of the host's clock."""
+    """A moment: an event of a GPU, or seconds of the host's clock."""
     if device.type != "cuda":
-        return time.perf_counter() * 1e3
+        return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -139,7 +139,7 @@ def mark(device: torch.device):
 
 def milliseconds(before, after) -> float:
     if isinstance(before, float):
-        return after - before
+        return 1e3 * (after - before)
     return before.elapsed_time(after)
 
 
@@ -336,15 +336,8 @@ def operators(lane: list[dict], config: ts.Config, micro_batch: int) -> list[Row
     return rows
 
 
-@dataclass
-class SectionTable:
-    shares: dict[str, float]  # of each section in the time of a step
-    step_ms: float
-    text: str  # to print
-
-
-def section_table(rows: list[Row], steps: int) -> SectionTable:
-    """Milliseconds of a step by section and phase."""
+def section_table(rows: list[Row], steps: int) -> tuple[dict[str, float], float, str]:
+    """(fraction of each section in the time of a step, its milliseconds, a table of both by phase to print)."""
     times = collections.Counter()
     for row in rows:
         ms = row.microseconds / steps / 1e3
@@ -352,16 +345,16 @@ def section_table(rows: list[Row], steps: int) -> SectionTable:
             times[section, row.phase] += ms
             times[section, "all"] += ms
     total = times["sum", "all"]
-    shares = {name: times[name, "all"] / total for name in (*SECTIONS, "sum")}
+    fractions = {name: times[name, "all"] / total for name in (*SECTIONS, "sum")}
 
     columns = (*PHASES, "all")
     titles = "".join(f"{name:>11}" for name in (*columns, "fraction"))
     lines = [f"{'ms of a step':20}{titles}"]
-    for name in (*sorted(SECTIONS, key=shares.get, reverse=True), "sum"):
+    for name in (*sorted(SECTIONS, key=fractions.get, reverse=True), "sum"):
         numbers = "".join(f"{times[name, column]:11.2f}" for column in columns)
-        lines.append(f"{name:20}{numbers}{shares[name]:11.1%}")
-    del shares["sum"]
-    return SectionTable(shares, total, "\n".join(lines))
+        lines.append(f"{name:20}{numbers}{fractions[name]:11.1%}")
+    del fractions["sum"]
+    return fractions, total, "\n".join(lines)
 
 
 # -- the whole
@@ -434,14 +427,12 @@ def main() -> dict:
     last = len(stages) - 1
     micro_batch = micro_batch_tokens(state)
     trace = trace_steps(state, dataset, last, PROFILED)
-    table = section_table(kernels(trace, config, micro_batch), PROFILED)
-    busy = table.step_ms / stages[last]["ms"]
-    where = "GPU" if ranks.device.type == "cuda" else "CPU"
-    say(f"\n{where} time in a step of stage {last} ({busy:.0%} of the timed step)\n{table.text}")
-
-    name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else ranks.device.type
+    fractions, step_ms, table = section_table(kernels(trace, config, micro_batch), PROFILED)
+    busy = step_ms / stages[last]["ms"]
+    on_gpu = ranks.device.type == "cuda"
+    say(f"\n{'GPU' if on_gpu else 'CPU'} time in a step of stage {last} ({busy:.0%} of the timed step)\n{table}")
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if on_gpu else ranks.device.type,
         "world": ranks.world,
         "torch": torch.__version__,
         "dtype": str(state.model.embed.dtype),
@@ -451,7 +442,7 @@ def main() -> dict:
         "tokens_per_second": speed,
         "memory_gib": max(row["memory_gib"] for row in stages),
         "stages": stages,
-        "sections": table.shares,
+        "sections": fractions,
         "busy": busy,
     }
 

@@ -93,8 +93,8 @@ def main() -> dict:
     visit_stages(state, dataset)
     trace = bench.trace_steps(state, dataset, len(config.stage_table) - 1, args.steps)
     rows = bench.kernels(trace, config, bench.micro_batch_tokens(state))
-    table = bench.section_table(rows, args.steps)
-    say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
+    fractions, step_ms, table = bench.section_table(rows, args.steps)
+    say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table}\n")
     if ranks.is_main:
         name_sections(trace, rows)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ def main() -> dict:
         "graph_breaks": breaks,
         "recompiles": recompiles,
         "late": late,
-        "step_ms": table.step_ms,
-        "sections": table.shares,
+        "step_ms": step_ms,
+        "sections": fractions,
         "trace": args.out,
         "failed": bool(breaks or recompiles),
     }

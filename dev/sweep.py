@@ -19,10 +19,10 @@ values:
     "--tokens" = [17_000_000, 34_000_000]
 
 The flags of all variants are checked before the first run. Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES
-chooses among them); without a GPU the runs follow each other.
-Finished runs are kept: the same command goes on where it was stopped. Runs, table (sweep.md) and picture (sweep.png)
-lie in --out. Differences are means minus the base, with the 95 % interval and p of Welch's t-test. Cards differ by some
-percent in speed, so milliseconds of runs on different cards are a hint only.
+chooses among them); without a GPU the runs follow each other. Finished runs are kept: the same command continues where
+it was stopped. Runs, table (sweep.md) and picture (sweep.png) lie in --out. Differences are means minus the base, with
+the 95 % interval and p of Welch's t-test. GPUs differ by some percent in speed, so milliseconds of runs on different
+ones are a hint only.
 """
 
 import argparse
@@ -38,15 +38,16 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import tomllib
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "records"))
 from files import UserError, write_atomic  # noqa: E402
 from metrics import read_log, split_log  # noqa: E402
+from plots import new_figure  # noqa: E402
 from significance import welch  # noqa: E402
 from text import p_text, table  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -78,16 +79,6 @@ class Job:
     error: str | None = None
 
 
-@dataclass
-class Work:
-    """What the threads share."""
-
-    bar: tqdm
-    todo: queue.Queue = field(default_factory=queue.Queue)
-    running: set = field(default_factory=set)
-    stopped: bool = False
-
-
 # ==== the file
 
 
@@ -98,9 +89,11 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no TOML: {error}") from None
-    for key in text:
+    for key, value in text.items():
         if key not in KEYS:
             raise UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")
+        if key in ("variants", "grid") and not isinstance(value, dict):
+            raise UserError(f"{path}: {key} must be a table, [{key}], not {value}")
 
     script = ROOT / str(text.get("script", "train_small.py"))
     if not script.is_file():
@@ -109,20 +102,14 @@ def read_sweep(path: Path) -> Sweep:
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
-    variants = {BASE: []}
-    for name, flags in table_of(text, "variants", path).items():
-        variants[name] = words_of(flags, f"{path}: the variant {name}")
-    if set(variants) != {BASE, *table_of(text, "variants", path)} or variants[BASE]:
+    named = text.get("variants", {})
+    if BASE in named:
         raise UserError(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
-    variants |= grid_variants(table_of(text, "grid", path), path)
+    variants = {BASE: []}
+    for name, flags in named.items():
+        variants[name] = words_of(flags, f"{path}: the variant {name}")
+    variants |= grid_variants(text.get("grid", {}), path)
     return Sweep(script, words_of(text.get("flags", []), f"{path}: flags"), seeds, variants)
-
-
-def table_of(text: dict, key: str, path: Path) -> dict:
-    value = text.get(key, {})
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: {key} must be a table, [{key}], not {value}")
-    return value
 
 
 def words_of(value, what: str) -> list[str]:
@@ -137,15 +124,10 @@ def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: {key} in [grid] must be a list of values, not {values}")
     out = {}
-    if grid:
-        for values in itertools.product(*grid.values()):
-            flags = []
-            names = []
-            for key, value in zip(grid, values, strict=True):
-                text = as_text(value)
-                flags += as_flag(key, value)
-                names.append(f"{key.lstrip('-')}={text}")
-            out[" ".join(names)] = flags
+    for values in itertools.product(*grid.values()) if grid else ():
+        pairs = list(zip(grid, values, strict=True))
+        name = " ".join(f"{key.lstrip('-')}={as_text(value)}" for key, value in pairs)
+        out[name] = [word for key, value in pairs for word in as_flag(key, value)]
     return out
 
 
@@ -195,7 +177,7 @@ def check_flags(script: Path, variants: dict[str, list[str]]) -> None:
             raise UserError(f"the variant {name}: {error}") from None
 
 
-def train(job: Job, script: Path, gpu: str, work: Work) -> None:
+def train(job: Job, script: Path, gpu: str, running: set) -> None:
     """Trains a run on a GPU ("": whatever the script finds), or reads what an earlier call left."""
     digest = hashlib.sha256(script.read_bytes()).hexdigest()
     wanted = {"flags": job.flags, "script": digest}
@@ -208,24 +190,21 @@ def train(job: Job, script: Path, gpu: str, work: Work) -> None:
         shutil.rmtree(job.run_dir, ignore_errors=True)  # of a sweep that was stopped
         job.run_dir.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(note, json.dumps(wanted))
-        run_script(job, script, gpu, work)
+        run_script(job, script, gpu, running)
     if not job.error:
         read_result(job)
 
 
-def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
+def run_script(job: Job, script: Path, gpu: str, running: set) -> None:
+    """Runs the script; its process is in `running` meanwhile."""
     command = [sys.executable, str(script), "--save-every", "-1", *job.flags]
     command += ["--run-dir", str(job.run_dir.resolve())]
-    env = dict(os.environ)
-    if gpu:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=env, text=True, errors="replace", cwd=ROOT, **pipes)
-    work.running.add(process)
-    if work.stopped:
-        process.terminate()
+    running.add(process)
     said = process.communicate()[1].strip()
-    work.running.discard(process)
+    running.discard(process)
     if process.returncode:
         job.error = said.splitlines()[-1] if said else f"exit code {process.returncode}"
 
@@ -239,23 +218,6 @@ def read_result(job: Job) -> None:
     job.step_ms = statistics.median(times[len(times) // 5 :])
 
 
-def take_jobs(gpu: str, script: Path, work: Work) -> None:
-    """Trains runs from the queue until it is empty."""
-    while not work.stopped:
-        try:
-            job = work.todo.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            train(job, script, gpu, work)
-        except (OSError, ValueError, KeyError, UserError) as error:
-            job.error = f"{job.run_dir} cannot be read or written ({error})"
-        if not work.stopped:
-            end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
-            work.bar.write(f"{job.variant}, seed {job.seed}: {end}", file=sys.stdout)
-            work.bar.update()
-
-
 def find_gpus() -> list[str]:
     """Names of the GPUs that may be used, or [""]. Asks another process, which lets go of them."""
     code = "import torch; print(torch.cuda.device_count())"
@@ -267,22 +229,34 @@ def find_gpus() -> list[str]:
 
 
 def run_all(jobs: list[Job], script: Path, bar: tqdm) -> None:
-    work = Work(bar)
-    for job in jobs:
-        work.todo.put(job)
-    threads = [threading.Thread(target=take_jobs, args=(gpu, script, work)) for gpu in find_gpus()]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        work.stopped = True
-        for process in list(work.running):
-            process.terminate()
-        for thread in threads:
-            thread.join()
-        raise UserError("stopped; finished runs are kept, and the same command goes on with the others") from None
+    """Trains all runs, one at a time on each GPU."""
+    gpus = queue.SimpleQueue()
+    running = set()
+
+    def take(job: Job) -> Job:
+        gpu = gpus.get()
+        try:
+            train(job, script, gpu, running)
+        except (OSError, ValueError, KeyError, UserError) as error:
+            job.error = f"{job.run_dir} cannot be read or written ({error})"
+        gpus.put(gpu)
+        return job
+
+    names = find_gpus()
+    for name in names:
+        gpus.put(name)
+    with ThreadPoolExecutor(len(names)) as threads:
+        try:
+            for future in as_completed([threads.submit(take, job) for job in jobs]):
+                job = future.result()
+                end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
+                bar.write(f"{job.variant}, seed {job.seed}: {end}", file=sys.stdout)
+                bar.update()
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.terminate()
+            raise UserError("stopped; finished runs are kept, and the same command continues with the others") from None
 
 
 # ==== what came of it
@@ -330,16 +304,10 @@ def table_text(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Every variant minus the base: a dot a seed, the mean, and its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     base = next(row["bpb"] for row in rows if row["name"] == BASE)
     shown = [row for row in rows if row["bpb"]][::-1]
     middle = statistics.fmean(base)
-    size = (9, 1.6 + 0.34 * len(shown))
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    figure, (axes,) = new_figure(1, (9, 1.6 + 0.34 * len(shown)))
     for y, row in enumerate(shown):
         test = row["test"]
         if test and test["low"] is not None:
@@ -356,7 +324,6 @@ def draw(rows: list[dict], path: Path) -> None:
     )
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def choose(sweep: Sweep, only: str | None, seeds: str | None) -> None:

@@ -8,7 +8,9 @@ Nothing is written unless every entry verifies. README.md says how entries are r
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
+from statistics import fmean
 
 import entry
 import files
@@ -21,8 +23,10 @@ from metrics import METRICS, loss_curve
 from ranking import Kind, Standing, rank
 from text import format_value
 
+sys.path.insert(0, str(Path(__file__).parent / "rivals"))
+import rivals
+
 README = files.ROOT / "records" / "README.md"
-QUOTED = files.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- written by records/leaderboard.py; do not edit -->"
 END = "<!-- /written -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
@@ -59,17 +63,9 @@ def made_by(record: dict) -> str:
     return found[1] if found else ""
 
 
-def quote_line(quote: dict) -> list[str]:
-    """The cells of a quoted figure under TITLES."""
-    metrics = [format_value(quote.get(key), METRICS[key][1]) for key in SHOWN[1:]]
-    bpb = format_value(quote.get("val_bpb"), ".4f")
-    return [quote["what"], "quoted", "", bpb, "", *metrics, ""]
-
-
 def leaderboard() -> str:
     """The generated part of records/README.md, with its markers: records, then all entries."""
     tracks_json = tracks.read()
-    quotes = files.read_json(QUOTED)
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
     pairs = {}  # p34-small: the standings of its tracks p34-small-bpb and p34-small-seconds
@@ -92,7 +88,6 @@ def leaderboard() -> str:
         parts = []
         for name, standings in pairs[pair].items():
             lines = [entry_line(record, standing) for record, standing in standings]
-            lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
             rule = about(tracks_json["tracks"][name], tracks_json)
             parts.append(f"**{name}**: {rule}\n\n{text.table(TITLES, lines, 2)}")
         best.append(best_line(pair, pairs[pair], tracks_json))
@@ -102,7 +97,7 @@ def leaderboard() -> str:
         lines = [entry_line(record, "no track") for record in rest]
         blocks.append(fold("Entries without a track", text.table(TITLES, lines, 2)))
     taken = {name for names in tracks_by_name.values() for name in names}
-    blocks += [open_tracks(tracks_json, taken), other_projects(quotes)]
+    blocks.append(open_tracks(tracks_json, taken))
     return "\n\n".join([BEGIN, *blocks, END])
 
 
@@ -151,17 +146,6 @@ def open_tracks(tracks_json: dict, taken: set[str]) -> str:
     return fold("Tracks without an entry", f"Their limits are open until three seeds have run.\n\n{table}")
 
 
-def other_projects(quotes: dict) -> str:
-    """Speeds of other projects, which quoted.json quotes."""
-    lines = []
-    for quote in quotes["speeds"]:
-        hardware = f"{quote['num_devices']} x {quote['device']}"
-        more = [quote.get(key, "") for key in ("mfu", "memory", "start")]
-        lines.append([quote["what"], hardware, quote["speed"], *more])
-    titles = ["training speed, quoted", "hardware", "tokens/s", "MFU", "peak memory", "start to first step"]
-    return fold("Other projects", f"{quotes['source']}\n\n{text.table(titles, lines, len(titles))}")
-
-
 # ==== CURVES.md and plots: today's entries
 
 
@@ -169,16 +153,13 @@ def current_entries() -> dict[str, dict]:
     """The newest entry of each args file that still sets the same; the main dataset comes first."""
     current = {}
     for record in sorted(read_records(), key=last_start):
-        args = record["args"]
-        if args:
-            paths = files.BASELINES / record["name"] / args, files.ROOT / "runs" / args
-            then, now = (settings(path) for path in paths)
-            current |= {args: record} if then | new_settings(now, record) == now else {}
+        if args := record["args"]:
+            then = settings(files.BASELINES / record["name"] / args)
+            now = settings(files.ROOT / "runs" / args)
+            if then | new_settings(now, record) == now:
+                current[args] = record
     main_dataset = tracks.read()["main_dataset"]
-
-    def order(args: str) -> tuple[bool, str]:
-        return current[args]["dataset"]["name"] != main_dataset, args
-
+    order = lambda args: (current[args]["dataset"]["name"] != main_dataset, args)
     return {args: current[args] for args in sorted(current, key=order)}
 
 
@@ -231,30 +212,34 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Plots today's entries, B34 beside other projects, and losses. Returns the files."""
-    main_dataset = tracks.read()["main_dataset"]
-    quotes = files.read_json(QUOTED)
-    ours = README.with_name("curves.png")
-    others = README.with_name("head_to_head.png")
-    losses = README.with_name("training.png")
-    rows = rows_of(main_dataset)
-    panels = {
-        "B34: 34 M tokens of prose": (rows_of("b34"), quotes["rows"]),
-        "94 M tokens of prose": ([], quotes["head_to_head"]),
-    }
-    plots.draw_today(panels, others)
+    """Plots today's entries on the main dataset beside other projects, and their losses. Returns the files."""
+    dataset = tracks.read()["main_dataset"]
+    rows = rows_of(dataset)
     if not rows:
-        return [others]
-    plots.draw_today({f"{main_dataset.upper()}: 34 M tokens of Python": (rows, [])}, ours)
+        return []
+    today = README.with_name("curves.png")
+    losses = README.with_name("training.png")
+    plots.draw_today(rows, rival_points(dataset), f"{dataset.upper()}: lower is better, further left is faster", today)
     plots.draw_rows(rows, losses)
-    return [ours, others, losses]
+    return [today, losses]
+
+
+def rival_points(dataset: str) -> list[tuple[str, str, float, float]]:
+    """(name, device, seconds, bits per byte) of other projects' settings with logs, means over seeds."""
+    points = []
+    for (name, device, _), runs in rivals.grouped(README.parent / "rivals" / "logs").items():
+        if name == dataset:
+            mean = {key: fmean(run["result"][key] for run in runs) for key in ("seconds", "bpb")}
+            points.append((rivals.short_name(runs[0]["settings"]), device, mean["seconds"], mean["bpb"]))
+    return points
 
 
 # ==== the command
 
 
-def write() -> None:
-    """Writes pages and plots. Raises UserError if an entry does not verify."""
+def main(argv: list[str] | None = None) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args(argv)
     for folder in entry.folders():
         if problems := rules.problems(folder):
             raise files.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
@@ -265,12 +250,6 @@ def write() -> None:
         print(f"{os.path.relpath(page)}: {'was current' if new == old else 'is written'}")
     for path in draw():
         print(f"{os.path.relpath(path)}: written")
-
-
-def main(argv: list[str] | None = None) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args(argv)
-    write()
 
 
 if __name__ == "__main__":

@@ -3,24 +3,39 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import entry
-import numpy as np
 from metrics import split_log
 
 COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
+NAMES = {
+    "small": "train_small.py",
+    "medium": "train_medium.py",
+    "6x512": "6 layers of width 512",
+    "4x256": "4 layers of width 256",
+}
+
+
+class Point(NamedTuple):
+    """A training line of a log; val_bpb is None where the run did not validate."""
+
+    tokens: int
+    seconds: float
+    bpb: float
+    val_bpb: float | None
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed only. Points of curves are (tokens, seconds, bpb, val bpb)."""
+    """Runs that differ in their seed only."""
 
     name: str
     device: str
     num_devices: int
     data: str  # bits per byte of rows with the same text here may be compared
     runs: list[dict]  # metrics, None where a log does not state them
-    curves: list[list[tuple]]
+    curves: list[list[Point]]
     session: tuple | None = None  # entry.session(): rows with the same one may compare their seconds
 
     def values(self, key: str) -> list[float]:
@@ -34,11 +49,11 @@ class Row:
         return fmean(values) if values else None
 
 
-def points(log: list[dict]) -> list[tuple]:
-    """The curve of a run, see Row."""
+def points(log: list[dict]) -> list[Point]:
+    """The curve of a run."""
     train, val = split_log(log)
     bpb = {line["step"]: line["val_bpb"] for line in val}
-    return [(line["tokens"], line["train_seconds"], line["bpb"], bpb.get(line["step"])) for line in train]
+    return [Point(line["tokens"], line["train_seconds"], line["bpb"], bpb.get(line["step"])) for line in train]
 
 
 def record_row(folder: Path) -> Row:
@@ -69,14 +84,14 @@ def draw_rows(rows: list[Row], path: Path) -> None:
         name = f"{row.name}, {row.num_devices} x {row.device}: {row.mean('val_bpb'):.4f}"
         panels[0].plot([], [], marker="o", label=name, **style)
         for curve in row.curves:
-            val = [p for p in curve if p[3] is not None]
-            for x, axes in enumerate(panels):
-                axes.plot([p[x] for p in curve], [p[2] for p in curve], lw=0.8, alpha=0.45, **style)
+            val = [p for p in curve if p.val_bpb is not None]
+            for x, axes in enumerate(panels):  # over tokens, over seconds
+                axes.plot([p[x] for p in curve], [p.bpb for p in curve], lw=0.8, alpha=0.45, **style)
                 width = 1.2 if len(val) > 1 else 0
-                axes.plot([p[x] for p in val], [p[3] for p in val], marker="o", lw=width, **style)
+                axes.plot([p[x] for p in val], [p.val_bpb for p in val], marker="o", lw=width, **style)
             # The first eighth of a run is far above the rest, which is what one wants to see.
-            late = [p for p in curve if p[0] >= curve[-1][0] / 8]
-            heights += [y for p in late for y in p[2:] if y is not None]
+            late = [p for p in curve if p.tokens >= curve[-1].tokens / 8]
+            heights += [y for p in late for y in (p.bpb, p.val_bpb) if y is not None]
     for axes, label in zip(panels, ("training tokens", "training seconds"), strict=True):
         axes.set(xlabel=label, ylabel="bits per byte")
         axes.grid(alpha=0.3)
@@ -87,42 +102,42 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_today(panels: dict[str, tuple[list[Row], list[dict]]], path: Path) -> None:
-    """Validation over training seconds: the mean of the seeds in a band from lowest to highest.
+def draw_today(rows: list[Row], rivals: list[tuple[str, str, float, float]], title: str, path: Path) -> None:
+    """Validation over training seconds: a dot for each row, a cross for each rival.
 
-    Args: panels {title: (rows, runs without logs, drawn as crosses)}; each has text of its own
+    Args: rivals (name, device, seconds, bits per byte)
     """
-    figure, all_axes = new_figure(len(panels), (3 + 4.5 * len(panels), 4.2))  # small, so that letters are large
-    for axes, (title, (rows, quotes)) in zip(all_axes, panels.items(), strict=True):
-        ends = [(q["train_seconds"], q["val_bpb"], q["name"], q["device"], "X") for q in quotes]
+    import matplotlib
+
+    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "0.5")
+    with matplotlib.rc_context({**grey, "font.size": 11}):  # readable on a light page and on a dark one
+        figure, (axes,) = new_figure(1, (9, 4.8))
         for row in rows:
-            # By tokens, as seeds may be validated at different steps, or only at the end.
-            validated = [{p[0]: p for p in curve if p[3] is not None} for curve in row.curves]
-            validated = [run for run in validated if len(run) > 1] or validated
-            tokens = sorted(set.intersection(*map(set, validated)))
-            seconds = np.array([[run[n][1] for n in tokens] for run in validated])
-            bpb = np.array([[run[n][3] for n in tokens] for run in validated])
-            color = COLORS.get(row.name, "0.3")
-            axes.plot(seconds.mean(0), bpb.mean(0), color=color, lw=2)
-            axes.fill_between(seconds.mean(0), bpb.min(0), bpb.max(0), color=color, alpha=0.3, lw=0)
-            x = row.mean("train_seconds")
-            last = row.values("val_bpb")
-            axes.vlines(x, min(last), max(last), color=color, alpha=0.3, lw=5)
-            ends.append((x, row.mean("val_bpb"), row.name, row.device, "o"))
-        for x, y, name, device, marker in ends:
-            color = COLORS.get(name, "0.3")
-            axes.plot(x, y, marker, color=color, ms=9)
-            text = f"{name}\n{y:.4f} in {x:.1f} s, {device.removeprefix('NVIDIA ').split()[0]}"
-            behind = {"color": "white", "alpha": 0.7, "pad": 1}
-            axes.annotate(text, (x, y), (9, 0), textcoords="offset points", va="center", color=color, bbox=behind)
+            color = COLORS.get(row.name, "0.5")
+            end = (row.mean("train_seconds"), row.mean("val_bpb"))
+            axes.plot(*end, "o", color=color, ms=9)
+            label(axes, NAMES.get(row.name, row.name), row.device, *end, color, "right")
+        for name, device, *end in rivals:
+            axes.plot(*end, "X", color="0.5", ms=9)
+            label(axes, name, device, *end, "0.5", "left")
         ticks = (5, 10, 20, 50, 100, 200, 500)
         axes.set(xscale="log", xticks=ticks, xticklabels=ticks)
         axes.minorticks_off()
-        x = [end[0] for end in ends]
-        y = [end[1] for end in ends]
-        margin = 0.2 * (max(y) - min(y)) or 0.01
-        axes.set(xlim=(min(x) / 1.6, max(x) * 5), ylim=(min(y) - margin, max(y) + margin))
+        x = [row.mean("train_seconds") for row in rows] + [seconds for _, _, seconds, _ in rivals]
+        y = [row.mean("val_bpb") for row in rows] + [bpb for *_, bpb in rivals]
+        margin = 0.15 * (max(y) - min(y)) or 0.01
+        axes.set(xlim=(min(x) / 4, max(x) * 2), ylim=(min(y) - margin, max(y) + margin))
         axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
         axes.set_title(title, loc="left")
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=120, transparent=True)
+
+
+def label(axes, name: str, device: str, seconds: float, bpb: float, color: str, side: str) -> None:
+    """Two lines beside a point: `side` is the end of the text that lies at the point."""
+    gpu = device.removeprefix("NVIDIA ").split()[0]
+    shift = -9 if side == "right" else 9
+    axes.annotate(
+        f"{name}\n{bpb:.4f} in {seconds:.1f} s, {gpu}",
+        (seconds, bpb), (shift, 0), textcoords="offset points", va="center", ha=side, color=color, fontsize=10,
+    )  # fmt: skip

@@ -102,11 +102,11 @@ def start_problems(run: dict, name: str) -> list[str]:
         where = f"{name}: start {number}"
         if start.get("changed"):
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # A resumed run keeps its recipe. Old scripts repeat it and state what differs; others take
-        # what may change.
-        resumed = number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"]))
-        started = {**start, "flags": run["flags"]} if resumed else start
-        out += files.mismatches(identity(run), identity(started), where, "the run states")
+        # A resumed run keeps its recipe and may repeat flags only in old scripts, which state under
+        # "changed" what differs.
+        if number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"])):
+            start = {**start, "flags": run["flags"]}
+        out += files.mismatches(identity(run), identity(start), where, "the run states")
     day = run["starts"][0]["date"][:10]
     return out + files.mismatches(day, run["date"], f"{name}.date", "its first start was on")
 

@@ -24,6 +24,9 @@ import metrics
 import rules
 from files import UserError
 
+sys.path.insert(0, str(Path(__file__).parent / "rivals"))
+import rivals
+
 MAX_SIGMA = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
 TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, one GPU by 2 % from day to day
@@ -157,6 +160,12 @@ def main(argv: list[str] | None = None) -> None:
         bad += bool(problems)
     if bad:
         raise UserError(f"{bad} of {len(folders)} entries do not verify, see above")
+    if args.folder == "all":
+        try:
+            runs = rivals.grouped(files.ROOT / "records" / "rivals" / "logs")
+        except rivals.UserError as problem:
+            raise UserError(f"a rival's log does not verify: {problem}") from None
+        print(f"rivals: {sum(map(len, runs.values()))} logs ok")
 
 
 if __name__ == "__main__":

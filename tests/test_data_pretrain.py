@@ -82,15 +82,11 @@ def settings(corpus: Path, name: str, *source: object) -> list[object]:
     ]
 
 
-def test_a_document_may_fill_its_shard(corpus, tmp_path):
-    """A shard closes before the document that would take it over its size, and holds one that just fits."""
-    progress = pretrain.Progress(tmp_path, {})
-    encoder = pretrain.Encoder(corpus / "tokenizer.json", workers=1)
-    writer = pretrain.ShardWriter("train", encoder, progress, 60)
-    for length in (30, 30, 30, 29, 2, 90, 60, 1):
-        writer.add(np.full(length, 441, np.uint16), 1)
-    writer.close()
-    assert [shard["tokens"] for shard in progress.shards["train"]] == [60, 59, 2, 90, 60, 1]
+def test_a_document_may_fill_its_shard():
+    """A shard ends before the document that would take it over its size, and holds one that just fits."""
+    documents = [(range(length), 1) for length in (30, 30, 30, 29, 2, 90, 60, 1)]
+    shards = dataset.group_shards(documents, 60)
+    assert [[len(tokens) for tokens, _ in shard] for shard in shards] == [[30, 30], [30, 29], [2], [90], [60], [1]]
 
 
 def test_equals_a_plain_reference(corpus):

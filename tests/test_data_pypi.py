@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import zipfile
 from collections import Counter
@@ -262,37 +264,37 @@ def test_validation_goes_first_and_the_first_hash_stays():
 
 
 def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
-    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    packages = pypi.set_packages(dataset.read_json(pypi.LOCK), "p34")
     folder = world / "wheels"
-    paths = pypi.fetch(packages, folder)
+    paths = pypi.fetch(packages)
     assert [dataset.sha256_file(path) for path in paths] == [package["sha256"] for package in packages]
     assert sorted(p.name for p in folder.iterdir()) == sorted(p["file"] for p in packages)
 
     # A damaged one is fetched again, and it alone.
     paths[0].write_bytes(b"damaged")
     assert "downloading 3 wheels" in capsys.readouterr().out
-    pypi.fetch(packages, folder)
+    pypi.fetch(packages)
     assert "downloading 1 wheels" in capsys.readouterr().out
     assert dataset.sha256_file(paths[0]) == packages[0]["sha256"]
 
     monkeypatch.setattr(pypi, "download", lambda *args: pytest.fail("downloaded again"))
-    assert pypi.fetch(packages, folder) == paths
+    assert pypi.fetch(packages) == paths
 
 
 def test_what_was_downloaded_stays_when_the_index_lacks_a_wheel(world):
     (world / "index/two-1.0-py3-none-any.whl").unlink()
-    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    packages = pypi.set_packages(dataset.read_json(pypi.LOCK), "p34")
     with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(No matching.* stays"):
-        pypi.fetch(packages, world / "wheels")
+        pypi.fetch(packages)
     names = sorted(path.name for path in (world / "wheels").iterdir())
     assert names == ["held-1.0-py3-none-any.whl", "one-1.0-py3-none-any.whl"]
 
 
 def test_another_file_under_the_name_is_refused(world):
     make_wheel(world / "index", "two", {"two/evil.py": prose(77)})
-    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    packages = pypi.set_packages(dataset.read_json(pypi.LOCK), "p34")
     with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(.* DO NOT MATCH"):
-        pypi.fetch(packages, world / "wheels")
+        pypi.fetch(packages)
     assert not (world / "wheels/two-1.0-py3-none-any.whl").exists()
 
 
@@ -307,6 +309,18 @@ def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
     assert "bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_reading_process_outlives_the_build(tmp_path, number):
+    wheel = make_wheel(tmp_path, "x", {"x/a.py": prose(1, 4000)})
+    code = f"import pypi\nfor _ in pypi.read_all(['{wheel}'] * 5000, 2): print('read', flush=True)"
+    pipe = subprocess.PIPE
+    build = subprocess.Popen([sys.executable, "-c", code], cwd=pypi.LOCK.parent, stdout=pipe, stderr=subprocess.DEVNULL)
+    assert build.stdout.readline() == b"read\n"
+    build.send_signal(number)
+    build.communicate(timeout=60)  # until all have closed its output
+    assert build.returncode == -number
+
+
 @pytest.mark.parametrize(("path", "words"), [
     (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
     (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
@@ -314,7 +328,7 @@ def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
 ])  # fmt: skip
 def test_the_first_layer_that_differs_is_named(locked, path, words):
     """By verify, and each time by the command that built the dataset."""
-    lock = pypi.read_lock()
+    lock = dataset.read_json(pypi.LOCK)
     inner = lock["sets"]["p34"]
     for key in path[:-1]:
         inner = inner[key]
@@ -343,7 +357,7 @@ def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, v
 
 def test_the_committed_lock():
     """Each set holds the one before; all are scored on the same text with the same tokenizer."""
-    lock = pypi.read_lock()
+    lock = dataset.read_json(pypi.LOCK)
     assert pypi.LOCK.read_text() == pypi.format_lock(lock)
     assert {package["licence"] for package in lock["packages"]} <= {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT"}
     names = [package["name"] for package in lock["packages"]]
@@ -364,7 +378,7 @@ def test_the_committed_lock():
 def test_the_tracks_are_of_the_locked_datasets():
     """A new lock makes other datasets, and a track is frozen: it would need new names."""
     datasets = json.loads((pypi.LOCK.parents[1] / "records/tracks.json").read_text())["datasets"]
-    for name, entry in pypi.read_lock()["sets"].items():
+    for name, entry in dataset.read_json(pypi.LOCK)["sets"].items():
         track = datasets[name]
         assert track["fingerprint"] == entry["dataset"]["fingerprint"]
         assert track["train_tokens"] == entry["dataset"]["tokens"]["train"]

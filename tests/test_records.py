@@ -102,7 +102,6 @@ def here(request, monkeypatch, fast_python):
         monkeypatch.setattr(files, "BASELINES", root / "baselines")
         monkeypatch.setattr(tracks, "FILE", root / "records" / "tracks.json")
         monkeypatch.setattr(leaderboard, "README", root / "records" / "README.md")
-        monkeypatch.setattr(leaderboard, "QUOTED", root / "records" / "quoted.json")
         monkeypatch.setattr(sys, "executable", str(fast_python))
         monkeypatch.chdir(root)
 
@@ -258,9 +257,9 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     before = (repo / "records" / "README.md").read_text()
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
     swap(folders[0] / "README.md", "## Hypothesis", "Made by A. B. Writer.\n\n## Hypothesis")
-    pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
+    pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
     run(leaderboard)
-    written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "head_to_head", "training")]
+    written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
     assert all(new.startswith(b"\x89PNG") and new != old for new, old in zip(written, pictures, strict=True))
     losses, bpbs = ([[e for e in log if "loss" in e][-1][key] for log in raw(repo, "b")] for key in ("loss", "bpb"))
     last = f"{np.mean(losses):.3f} | {np.std(losses, ddof=1):.3f} | {np.mean(bpbs):.3f} |"

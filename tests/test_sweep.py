@@ -123,7 +123,7 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and said == (
-        "error: stopped; finished runs are kept, and the same command goes on with the others\n"
+        "error: stopped; finished runs are kept, and the same command continues with the others\n"
     )
     assert (tmp_path / "out" / "base_4" / "result.json").is_file() and not (waiting.parent / "result.json").exists()
 

@@ -218,20 +218,12 @@ def describe(settings: dict, gpu: str | None) -> dict:
     scored = {"targets": text.targets, "bytes": text.bytes, "sha256": text.scored_sha256()}
     dataset = {"name": text.name, "fingerprint": text.info["fingerprint"], "scored": scored}
     device = gpu_name(gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "triton") if is_installed(name)}
+    packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("torch", "triton")}
     machine = {"device": device, "python": platform.python_version(), **packages}
     shown = {name: value for name, value in settings.items() if name != "data"}
     commit = CLONES.get(settings["rival"], (None, None))[1]
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return {"settings": shown, "commit": commit, "dataset": dataset, "machine": machine, "date": date}
-
-
-def is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def train(args: argparse.Namespace, settings: dict, script: list, folder: Path, variables: dict) -> None:
@@ -310,20 +302,31 @@ def gpt_clock(lines: list[str]) -> tuple[int, float]:
     return int(found[-1][0]), float(found[-1][1])
 
 
+def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[dict]]:
+    """The runs in a folder of logs by (text, device, settings): those that differ in their seed only."""
+    runs = defaultdict(list)
+    for path in sorted(logs.rglob("*.log.gz")):
+        run = read_log(path)
+        if smoke or not run["settings"]["smoke"]:
+            settings = {name: value for name, value in run["settings"].items() if name != "seed"}
+            runs[run["dataset"]["name"], run["machine"]["device"], json.dumps(settings)].append(run)
+    return dict(sorted(runs.items()))
+
+
+def short_name(settings: dict) -> str:
+    """What a picture calls a run with these settings."""
+    if settings["rival"] == "modded":
+        return f"modded-nanogpt record 89, batches / {settings['divide']}"
+    name = f"nanochat d{settings['depth']}" if settings["rival"] == "nanochat" else "plain GPT"
+    return f"{name}, {settings['batch']:,} tokens a step"
+
+
 def results(args: argparse.Namespace) -> None:
     """Prints the runs as a table: seeds of equal settings on equal devices in one row, with means."""
-    runs = defaultdict(list)
-    for path in sorted(args.logs.rglob("*.log.gz")):
-        run = read_log(path)
-        if run["settings"]["smoke"] and not args.smoke:
-            continue
-        settings = {name: value for name, value in run["settings"].items() if name != "seed"}
-        runs[run["dataset"]["name"], run["machine"]["device"], json.dumps(settings)].append(run)
-
     print("| text | rival | settings | seeds | steps | tokens | val bpb | each | seconds | GiB | device |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     hidden = {"rival", "tokens", "sequence", "limit", "smoke", "steps", "rows", "compile"}
-    for (name, device, key), same in sorted(runs.items()):
+    for (name, device, key), same in grouped(args.logs, args.smoke).items():
         settings = json.loads(key)
         shown = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in hidden and v not in ("", None))
         seeds = ", ".join(str(run["settings"]["seed"]) for run in same)
