@@ -319,7 +319,7 @@ def known_flags(script: str) -> set[str]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             importlib.import_module(Path(script).stem).main(["--help"])
-        return set(re.findall(r"--[a-z-]+", out.getvalue()))
+        return set(re.findall(r"--[a-z.-]+", out.getvalue()))
     shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
     sources = [ROOT / name for name in (script, *shared)]
     pattern = r"^# +(?:bash \S+ )?(--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
@@ -359,6 +359,8 @@ SMOKE = (
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
     (r"@runs/cpu.args (@runs/portable.args) --mlp-width 512 (.*) --tokens 614400",
      r"@runs/tiny.args \1 --window-short 256 \2 --steps 2"),
+    (r"@runs/cpu.args (--data \S+) --tokens 614400", r"@runs/tiny.args \1 --steps 2"),
+    (r"--tokens 409600", "--tokens 8192"),
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
@@ -380,7 +382,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
     r"export\.py out/finetuned": "test_export_gguf.py finetunes an export",
     r"dev/check_gguf\.py": "needs llama.cpp; test_export_gguf.py has the same comparisons",
-    r"finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
+    r"finetune_hf\.py|out/(qwen|backwards)": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core_tasks\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
     r"records/\S+ .*(2026-11-2\d_(first-[bp]34|p34-h100)|--help)": "needs runs on that card; tutorial 3 has others",
@@ -441,7 +443,11 @@ def test_commands_run(checkout, fast_python, name):
     assert ran or name in ("records/README.md", "runs/tutorials/2_profile.md", "runs/tutorials/4_finetune_hf.md")
 
 
-@pytest.mark.parametrize("name", ["README.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "dev/MEASUREMENTS.md"])
+LINKING = ["README.md", "CONTRIBUTING.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "records/README.md"]
+LINKING += ["dev/MEASUREMENTS.md"]
+
+
+@pytest.mark.parametrize("name", LINKING)
 def test_links_of_pages_lead_to_files(name):
     page = ROOT / name
     for link in re.findall(r"\]\(([\w/.-]+)\)", page.read_text(encoding="utf-8")):
