@@ -1,7 +1,6 @@
 """Run directories to the hub's stand-in and back: what comes back is a run for every tool, and nothing else comes."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import train_small as ts
 
 from commands import sets
+from folders import contents
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
 from tiny import ROOT, TINY, write_dataset
@@ -42,13 +42,6 @@ def hub(tmp_path):
     with start_hub({}) as server:
         server.home = tmp_path / "home"
         yield server
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files but those that begin with a dot, or lie in such a folder."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    return {name: data for name, data in found.items() if not re.search(r"(^|/)\.", name)}
 
 
 def sampled(folder: Path) -> str:
