@@ -118,7 +118,7 @@ def test_bad_items_are_named(data, bundle, item, part):
     (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
     before = contents(data)
     message = sentence(lambda: core_tasks.build(bundle, data, 64))
-    assert part in message and "eval_data/a/copa.jsonl line 3 is no item of type multiple_choice" in message
+    assert part in message and "eval_data/a/copa.jsonl line 3 is not an item of type multiple_choice" in message
     assert contents(data) == before
 
 

@@ -142,7 +142,7 @@ BAD_NAMES = ("../escaped", "/tmp/escaped", f"{STEP}/../../escaped", "escaped.py"
     (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {}}), "one checkpoint"),
     (lambda m: without(m, "config.json"), "must list one script"),
     (lambda m: without(m, f"{STEP}/model.safetensors"), "must list one script"),
-    *((lambda m, name=name: changed(m, **{name: {}}), "no file of a run") for name in BAD_NAMES),
+    *((lambda m, name=name: changed(m, **{name: {}}), "not a file of a run") for name in BAD_NAMES),
 ])  # fmt: skip
 def test_bad_manifests(change, message):
     files = {name: {"bytes": 1, "sha256": "ab" * 32} for name in FILES}

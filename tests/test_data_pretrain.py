@@ -308,7 +308,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json", "check the path"]),
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
     (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
-    (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must lie above 0 and at most 0.5"]),
+    (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must be above 0 and at most 0.5"]),
     (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
 ])  # fmt: skip
 def test_user_errors(tmp_path, args, parts, monkeypatch):

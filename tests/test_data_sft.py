@@ -259,7 +259,7 @@ BAD = [
     (chat("a", None), r"message 2 \(assistant\) has no text"),
     (chat([{"type": "python", "text": "a"}], "b"), r"message 1 \(user\) has a part"),
     (chat("a", [{"type": "image", "text": "b"}]), r"message 2 \(assistant\) has a part"),
-    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "behind the last message"),
+    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "follows the last message"),
 ]
 
 

@@ -374,7 +374,7 @@ def test_a_log_that_contradicts_its_result_is_refused(tmp_path):
     for wrong, words in (
         ({"bpb": 1.4}, "states 1.400000 bpb, but its nats give 1.500000"),
         ({"seconds": 1.9}, "50 steps in 1.90 s, but its lines give 50 in 2.00 s"),
-        ({"more": "\nRESULT {}"}, "no log of a finished run: it has 2 results"),
+        ({"more": "\nRESULT {}"}, "not the log of a finished run: it has 2 results"),
     ):
         write_log(path, **wrong)
         with pytest.raises(UserError, match=words):

@@ -65,7 +65,7 @@ def git(clone: Path, rival: str, *command: str) -> bytes:
     url, commit = CLONES[rival]
     found = subprocess.run(["git", "-C", clone, *command], capture_output=True)
     if found.returncode:
-        raise UserError(f"{clone} is no clone of {url} with commit {commit[:8]}; run `git clone {url} {clone}`")
+        raise UserError(f"{clone} is not a clone of {url} with commit {commit[:8]}; run `git clone {url} {clone}`")
     return found.stdout
 
 
@@ -268,7 +268,7 @@ def read_log(path: Path) -> dict:
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     marked = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
     if not lines or not lines[0].startswith("RUN ") or len(marked) != 1:
-        raise UserError(f"{path} is no log of a finished run: it has {len(marked)} results")
+        raise UserError(f"{path} is not the log of a finished run: it has {len(marked)} results")
     run = json.loads(lines[0].removeprefix("RUN "))
     result = json.loads(marked[0])
 
