@@ -172,7 +172,7 @@ def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
             item = {key: value[key] for key in TYPES[task["type"]]}
             solved(item, task)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
-            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem!r}); {HINT}")
+            fail(f"{task['file']} line {number} is not an item of type {task['type']} ({problem!r}); {HINT}")
         items.append(item)
     if len(items) <= task["shots"]:
         fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {HINT}")

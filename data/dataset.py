@@ -130,7 +130,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         fail(f"another process is writing to {folder}; wait until it ends")
     except (OSError, NotImplementedError) as problem:
-        hint = "let no other command write to it meanwhile"
+        hint = "do not let another command write to it at the same time"
         print(f"warning: {folder} cannot be locked ({problem}); {hint}", file=sys.stderr)
     try:
         yield
@@ -317,7 +317,7 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
     """Reads and checks folder/dataset.json."""
     path = Path(folder) / "dataset.json"
     if not path.exists():
-        fail(f"{folder} holds no dataset.json, so it is no complete dataset; build it")
+        fail(f"{folder} has no dataset.json, so it is not a complete dataset; build it")
     return check_dataset(read_json(path), path)
 
 

@@ -205,7 +205,7 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     names = sorted(files, key=lambda name: (name != "config.json", name))
     for name in names:
         if not RUN_FILE.fullmatch(name):
-            fail(f"{path} lists {name!r}, which is no file of a run; upload the run again")
+            fail(f"{path} lists {name!r}, which is not a file of a run; upload the run again")
 
     scripts = [name for name in names if name.endswith(".py")]
     folders = {name.rsplit("/", 1)[0] for name in names if "/" in name}
@@ -254,7 +254,7 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
         there = api.list_repo_files(repo.name) if api.repo_exists(repo.name) else []
     others = [name for name in there if not RUN_FILE.fullmatch(name) and name not in OF_THE_HUB]
     if others:
-        fail(f"{repo.name} holds {others[0]}, which is no file of a run; choose another repository")
+        fail(f"{repo.name} holds {others[0]}, which is not a file of a run; choose another repository")
 
     # The manifest goes last: what is half-uploaded has none, and cannot be downloaded by mistake.
     send_files(repo, run_dir, files, private)

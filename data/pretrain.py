@@ -272,7 +272,7 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     for flag, key in (("--vocab-size", "vocab_size"), ("--pattern", "pattern")):
         wanted = getattr(args, key)
         if wanted and description[key] != wanted:
-            fail(f"{path} has {flag} {description[key]}, not {wanted}; leave the flag out or train anew")
+            fail(f"{path} has {flag} {description[key]}, not {wanted}; leave the flag out or train a new tokenizer")
     progress.tokenizer_sha256 = sha256
     progress.save()
 

@@ -128,9 +128,9 @@ def check_messages(value: Any) -> list[Message]:
             system = []
         result.append((role, parts))
     if len(result) < 2:
-        raise ValueError("there is no answer of the assistant")
+        raise ValueError("there is no answer by the assistant")
     if system:
-        raise ValueError("a system text stands behind the last message of the user")
+        raise ValueError("a system message follows the last message of the user")
     return result
 
 
@@ -206,7 +206,7 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> ChatSource:
     path, weight = re.fullmatch(r"(.*?)(?::([0-9]+\.?[0-9]*))?", spec.removeprefix("gsm8k:")).groups()
     weight = float(weight or 1)
     if not 0 < weight <= 1000:
-        fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
+        fail(f"{flag} {spec} has the weight {weight:g}, which must be above 0 and at most 1000")
     path = NAMED.get(path, path)
     files = tuple(find_files(path, suffixes=SUFFIXES, skip_bad=args.skip_bad))
     names = path if is_hub(path) else ",".join(file.identity[0] for file in files)
@@ -515,7 +515,7 @@ def build(args: argparse.Namespace) -> None:
         supervised = total["counted_tokens"] / total["tokens"]
         print(
             f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-            f"{supervised:.1%} of them supervised; {tally['cut']:,} truncated to "
+            f"{supervised:.1%} supervised; {tally['cut']:,} truncated to "
             f"{args.max_len:,} tokens, {tally['dropped']:,} with no answer left and "
             f"{tally['bad']:,} bad ones skipped"
         )

@@ -533,7 +533,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-documents", type=int, help="maximum number of documents (default: all)")
     add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
     add("--interleave", action="store_true", help="local files side by side, not one after the other")
-    add("--skip-bad", action="store_true", help="skip malformed lines, and files that are no UTF-8")
+    add("--skip-bad", action="store_true", help="skip malformed lines, and files that are not UTF-8")
 
 
 def check_flags(args: argparse.Namespace, **minimums: int) -> None:
@@ -545,7 +545,7 @@ def check_flags(args: argparse.Namespace, **minimums: int) -> None:
             fail(f"--{flag.replace('_', '-')} must be at least {minimum}, found {value}")
     fraction = getattr(args, "val_fraction", None)
     if fraction is not None and not 0 < fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
+        fail(f"--val-fraction must be above 0 and at most 0.5, found {fraction}; 0.01 is usual")
 
 
 def main() -> None:

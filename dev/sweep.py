@@ -88,7 +88,7 @@ def read_sweep(path: Path) -> Sweep:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no TOML: {error}") from None
+        raise UserError(f"{path} is not TOML: {error}") from None
     for key, value in text.items():
         if key not in KEYS:
             raise UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")

@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
         raise UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
     if args.baseline and not (args.out / Path(args.baseline).name / "record.json").is_file():
-        raise UserError(f"--baseline {args.baseline} is no entry in {args.out}; name a folder there")
+        raise UserError(f"--baseline {args.baseline} is not an entry in {args.out}; name a folder there")
     script = f"train_{args.track}.py"
     runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])

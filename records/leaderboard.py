@@ -45,11 +45,10 @@ def read_records() -> list[dict]:
 
 def entry_line(record: dict, standing: Standing | str) -> list[str]:
     """The cells of an entry under TITLES."""
-    mean = {key: record["summary"][key]["mean"] for key in SHOWN}
-    sd = record["summary"]["val_bpb"]["sd"]
-    bpb, *metrics = (format(mean[key], METRICS[key][1]) for key in SHOWN)
-    head = [link_to(record), str(standing), str(len(record["runs"])), bpb, format_value(sd, ".5f")]
-    return [*head, *metrics, made_by(record)]
+    summary = record["summary"]
+    figures = [format(summary[key]["mean"], METRICS[key][1]) for key in SHOWN]
+    figures.insert(1, format_value(summary["val_bpb"]["sd"], ".5f"))
+    return [link_to(record), str(standing), str(len(record["runs"])), *figures, made_by(record)]
 
 
 def link_to(record: dict, shown: str | None = None) -> str:
@@ -203,9 +202,10 @@ def curves() -> str:
             loss = f"{row['loss']:.3f}", format_value(row["loss_sd"], ".3f"), f"{row['bpb']:.3f}"
             lines.append([f"{fraction:.0%}", str(row["step"]), f"{row['tokens'] / 1e6:.1f} M", *loss])
         table = text.table(["of the run", "step", "tokens", "loss", "sd", "bpb"], lines, 1)
-        bpb, seconds, _, speed, _, memory = (record["summary"][key]["mean"] for key in SHOWN)
+        mean = {key: record["summary"][key]["mean"] for key in SHOWN}
         hardware = f"{record['hardware']['num_devices']} x {record['hardware']['device']}"
-        result = f"{bpb:.4f} val bpb in {seconds:.1f} s, {speed:,.0f} tokens/s, {memory:.1f} GiB"
+        result = f"{mean['val_bpb']:.4f} val bpb in {mean['train_seconds']:.1f} s, "
+        result += f"{mean['tokens_per_second']:,.0f} tokens/s, {mean['peak_memory_gib']:.1f} GiB"
         seeds = f"{len(record['runs'])} seeds on {hardware}: {result}"
         blocks.append(f"## @runs/{args}\n\n{link_to(record)}, {seeds}.\n\n{table}")
     return "\n\n".join([*blocks, END])

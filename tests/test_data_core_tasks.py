@@ -14,6 +14,7 @@ import tokenizer
 import zstandard
 
 from commands import sentence
+from folders import contents, make_dataset
 
 YAML = """icl_tasks:
 - label: copa
@@ -55,20 +56,8 @@ def bundle(tmp_path) -> Path:
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A dataset with shards of one token and a tokenizer of single bytes."""
-    root = tmp_path / "data"
-    ranks = [bytes([b]) for b in range(256)]
-    sha = dataset.write_json(root / "tokenizer.json", tokenizer.make_spec(tokenizer.PATTERN, ranks, {"<|bos|>": 256}))
-    files = {"tokenizer.json": dataset.file_entry(root / "tokenizer.json", sha)}
-    for split in ("train", "val"):
-        name = f"pretrain/{split}_000000.bin"
-        written = dataset.write_shard(root / name, np.array([256, 65], np.uint16), 256, 257, sha)
-        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **dataset.file_entry(root / name, written)}
-    dataset.write_dataset(root, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
-    return root
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    spec = tokenizer.make_spec(tokenizer.PATTERN, [bytes([b]) for b in range(256)], {"<|bos|>": 256})
+    return make_dataset(tmp_path / "data", spec, {"train": [256, 65], "val": [256, 65]})
 
 
 def test_every_file_is_listed_with_its_size_and_text(data, bundle):
@@ -97,7 +86,7 @@ def test_every_file_is_listed_with_its_size_and_text(data, bundle):
 def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
     """The third of three files cannot be written: the first two are not exchanged either."""
     core_tasks.build(bundle, data, 64)
-    before = snapshot(data)
+    before = contents(data)
     real = core_tasks.write_atomic
 
     def write_atomic(path, pieces):
@@ -105,12 +94,12 @@ def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
 
     monkeypatch.setattr(core_tasks, "write_atomic", write_atomic)
     assert "the disk is full" in sentence(lambda: core_tasks.build(bundle, data, 32))
-    assert snapshot(data) == before
+    assert contents(data) == before
     monkeypatch.undo()
     (data / ".core.new.tmp").mkdir()
     (data / ".core.new.tmp/half.npz").write_bytes(b"half")
     core_tasks.build(bundle, data, 32)
-    assert snapshot(data) != before and not list(data.rglob("*half*"))
+    assert contents(data) != before and not list(data.rglob("*half*"))
 
 
 CHOICE = ITEMS["copa"][0]
@@ -127,10 +116,10 @@ BAD_ITEMS = [
 def test_bad_items_are_named(data, bundle, item, part):
     raw = item if isinstance(item, bytes) else json.dumps(item).encode()
     (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
-    before = snapshot(data)
+    before = contents(data)
     message = sentence(lambda: core_tasks.build(bundle, data, 64))
-    assert part in message and "eval_data/a/copa.jsonl line 3 is no item of type multiple_choice" in message
-    assert snapshot(data) == before
+    assert part in message and "eval_data/a/copa.jsonl line 3 is not an item of type multiple_choice" in message
+    assert contents(data) == before
 
 
 @pytest.mark.parametrize(("name", "old", "new", "part"), [
@@ -186,7 +175,7 @@ def test_damaged_archives(bundle, tmp_path, ending):
     if ending == "tar.zst":
         path = path.with_suffix(".tar.zst")
         path.write_bytes(zstandard.compress((tmp_path / "b.tar").read_bytes()))
-    assert snapshot(core_tasks.open_bundle(path, tmp_path / "whole")) == snapshot(bundle)
+    assert contents(core_tasks.open_bundle(path, tmp_path / "whole")) == contents(bundle)
     raw = path.read_bytes()
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)

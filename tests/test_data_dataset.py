@@ -267,4 +267,4 @@ def test_check_names_all_problems(tmp_path):
     assert code == 1 and len(output.splitlines()) == 2 and "missing" in output and "is not a token shard" in output
     (tmp_path / "dataset.json").unlink()
     code, output = check(tmp_path)
-    assert code == 1 and "holds no dataset.json" in output
+    assert code == 1 and "has no dataset.json" in output

@@ -9,6 +9,7 @@ import dataset
 import numpy as np
 import pytest
 
+from folders import contents, make_dataset
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
 
@@ -19,22 +20,11 @@ TRAIN = "pretrain/train_000000.bin"
 @pytest.fixture(scope="module")
 def dataset_dir(tmp_path_factory) -> Path:
     """A dataset whose training shard is longer than the 0.1 MB pieces huggingface_hub downloads in."""
-    folder = tmp_path_factory.mktemp("dataset") / "x"
-    files = {}
-    for name, count in ((TRAIN, 60_000), ("pretrain/val_000000.bin", 1000)):
-        tokens = np.random.default_rng(count).integers(0, 300, count).astype(np.uint16)
-        sha = dataset.write_shard(folder / name, tokens)
-        files[name] = {"tokens": count, "documents": 1, "text_bytes": count, "sha256": sha}
-    sha = dataset.write_json(folder / "tokenizer.json", {"made": "up"})
-    files["tokenizer.json"] = dataset.file_entry(folder / "tokenizer.json", sha)
-    dataset.write_dataset(folder, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
+    rng = np.random.default_rng(0)
+    splits = {"train": rng.integers(0, 300, 60_000), "val": rng.integers(0, 300, 1000)}
+    folder = make_dataset(tmp_path_factory.mktemp("dataset") / "x", {"made": "up"}, splits)
     (folder / "progress.json").write_text("not part of the dataset")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    paths = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("progress.json", ".lock")]
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Run directories to the hub's stand-in and back: what comes back is a run for every tool, and nothing else comes."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import train_small as ts
 
 from commands import sets
+from folders import contents
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
 from tiny import ROOT, TINY, write_dataset
@@ -42,13 +42,6 @@ def hub(tmp_path):
     with start_hub({}) as server:
         server.home = tmp_path / "home"
         yield server
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files but those that begin with a dot, or lie in such a folder."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    return {name: data for name, data in found.items() if not re.search(r"(^|/)\.", name)}
 
 
 def sampled(folder: Path) -> str:
@@ -149,7 +142,7 @@ BAD_NAMES = ("../escaped", "/tmp/escaped", f"{STEP}/../../escaped", "escaped.py"
     (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {}}), "one checkpoint"),
     (lambda m: without(m, "config.json"), "must list one script"),
     (lambda m: without(m, f"{STEP}/model.safetensors"), "must list one script"),
-    *((lambda m, name=name: changed(m, **{name: {}}), "no file of a run") for name in BAD_NAMES),
+    *((lambda m, name=name: changed(m, **{name: {}}), "not a file of a run") for name in BAD_NAMES),
 ])  # fmt: skip
 def test_bad_manifests(change, message):
     files = {name: {"bytes": 1, "sha256": "ab" * 32} for name in FILES}

@@ -18,6 +18,7 @@ import pytest
 import sources
 import tokenizer
 
+from folders import contents
 from processes import python
 from tiny import write_shard
 
@@ -43,15 +44,6 @@ def command(*args: object) -> list[str]:
 
 
 run = functools.partial(python, DATA / "pretrain.py")
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file of a dataset by relative path, but the settings, which name paths, and the lock."""
-    return {
-        str(p.relative_to(folder)): p.read_bytes()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name not in ("progress.json", ".lock")
-    }
 
 
 def expect_error(result: subprocess.CompletedProcess, *parts: object) -> None:
@@ -119,7 +111,7 @@ def test_equals_a_plain_reference(corpus):
 def test_parallel_gives_the_same_bytes(corpus):
     result = run(*settings(corpus, "parallel"), "--workers", 3)
     assert result.returncode == 0, result.stderr
-    assert snapshot(corpus / "parallel") == snapshot(corpus / "plain")
+    assert contents(corpus / "parallel") == contents(corpus / "plain")
 
 
 def test_killed_run_continues(corpus):
@@ -138,7 +130,7 @@ def test_killed_run_continues(corpus):
 
     result = run(*settings(corpus, "killed"), "--workers", 1)
     assert result.returncode == 0, result.stderr
-    assert snapshot(out) == snapshot(corpus / "plain")
+    assert contents(out) == contents(corpus / "plain")
     after = (out / "pretrain/train_000000.bin").stat()
     assert (after.st_ino, after.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
@@ -146,7 +138,7 @@ def test_killed_run_continues(corpus):
 def test_every_writer_heeds_the_lock(corpus, tmp_path):
     """All write to the same folder and the same dataset.json. A second build is refused before it reads anything."""
     out = corpus / "plain"
-    before = snapshot(out)
+    before = contents(out)
     commands = (
         ("pretrain.py", *settings(corpus, "plain")),
         ("pretrain.py", "--source", "pypi:p34", "--out", out),
@@ -159,7 +151,7 @@ def test_every_writer_heeds_the_lock(corpus, tmp_path):
         for name, *flags in commands:
             result = python(DATA / name, *flags, env=env)
             expect_error(result, f"another process is writing to {out}; wait until it ends")
-    assert snapshot(out) == before and not (tmp_path / "wheels").exists()
+    assert contents(out) == before and not (tmp_path / "wheels").exists()
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
@@ -191,7 +183,7 @@ def test_every_stop_gives_the_same_bytes(corpus, tmp_path, monkeypatch, problem)
         assert stops < 50 and not list(out.rglob("*.tmp"))
         for path in out.rglob("*.bin"):
             dataset.read_shard(path, verify=True)
-    assert stops > 4 and snapshot(out) == snapshot(corpus / "plain")
+    assert stops > 4 and contents(out) == contents(corpus / "plain")
 
 
 def test_interleaved_files(corpus, tmp_path):
@@ -212,7 +204,7 @@ def test_interleaved_files(corpus, tmp_path):
 
 
 def test_second_run_and_other_settings(corpus):
-    before = snapshot(corpus / "plain")
+    before = contents(corpus / "plain")
     result = run(*settings(corpus, "plain"))
     assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
@@ -221,7 +213,7 @@ def test_second_run_and_other_settings(corpus):
     other = corpus / "other.json"
     dataset.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
-    assert snapshot(corpus / "plain") == before
+    assert contents(corpus / "plain") == before
 
 
 def test_a_malformed_line_does_not_cost_the_finished_shards(corpus, tmp_path):
@@ -242,7 +234,7 @@ def test_a_malformed_line_does_not_cost_the_finished_shards(corpus, tmp_path):
     result = run(*flags, out, "--skip-bad")
     assert result.returncode == 0 and "skipped 1 empty documents or malformed lines" in result.stdout, result.stderr
     assert [(out / shard["path"]).stat().st_ino for shard in shards] == before
-    assert snapshot(out) == snapshot(corpus / "plain")
+    assert contents(out) == contents(corpus / "plain")
 
 
 def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
@@ -287,9 +279,9 @@ def test_a_damaged_dataset_is_noticed(corpus):
     expect_error(run(*settings(corpus, "damaged")), shard.name)
     shard.write_bytes(whole)
     (out / "progress.json").unlink()
-    before = snapshot(out)
+    before = contents(out)
     expect_error(run(*settings(corpus, "damaged")), "did not write", out)
-    assert snapshot(out) == before
+    assert contents(out) == before
 
 
 def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
@@ -297,7 +289,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     args = ["--source", source, "--vocab-size", 400, "--workers", 1, "--val-fraction", 0.05]
     for name in ("a", "b"):
         assert run(*args, "--out", tmp_path / name, "--name", "x").returncode == 0
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
     info = dataset.read_dataset(tmp_path / "a")
     assert info["vocab_size"] == 400 and info["splits"]["val"]["documents"] == 15
     assert info["splits"]["train"]["documents"] == 285
@@ -316,7 +308,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json", "check the path"]),
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
     (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
-    (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must lie above 0 and at most 0.5"]),
+    (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must be above 0 and at most 0.5"]),
     (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
 ])  # fmt: skip
 def test_user_errors(tmp_path, args, parts, monkeypatch):

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import dataset
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,6 +16,7 @@ import tokenizer
 import train_small as ts
 
 from chats import chat, read_split, run_sft, write_jsonl
+from folders import make_dataset
 from hub_stub import names_of, start_hub
 from tiny import MERGES, SPECIALS
 
@@ -69,28 +69,16 @@ def reference(value: dict, tok: ts.Tokenizer) -> tuple[list[int], list[int]]:
     return list(tokens), list(mask)
 
 
-def write_tokenizer(path: Path, specials=SPECIALS) -> str:
-    """Few merges and the project's split pattern; returns the sha256."""
+def tokenizer_spec(specials=SPECIALS) -> dict:
+    """Few merges and the project's split pattern."""
     ranks = [*(bytes([b]) for b in range(256)), *MERGES]
-    special = {name: len(ranks) + i for i, name in enumerate(specials)}
-    return dataset.write_json(path, tokenizer.make_spec(tokenizer.PATTERN, ranks, special))
+    return tokenizer.make_spec(tokenizer.PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(specials)})
 
 
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A dataset directory with a tokenizer and one pretraining shard of each split."""
-    out = tmp_path / "data"
-    out.mkdir()
-    sha = write_tokenizer(out / "tokenizer.json")
-    files = {"tokenizer.json": dataset.file_entry(out / "tokenizer.json", sha)}
-    for split in ("train", "val"):
-        name = f"pretrain/{split}_000000.bin"
-        written = dataset.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
-        counts = {"tokens": 19, "documents": 1, "text_bytes": 19}
-        files[name] = {**counts, **dataset.file_entry(out / name, written)}
-    info = {"name": "tiny", "sources": [], "tokenizer_sha256": sha, "files": files}
-    dataset.write_dataset(out, info)
-    return out
+    return make_dataset(tmp_path / "data", tokenizer_spec(), {"train": range(1, 20), "val": range(1, 20)})
 
 
 def as_set(conversations) -> Counter:
@@ -271,7 +259,7 @@ BAD = [
     (chat("a", None), r"message 2 \(assistant\) has no text"),
     (chat([{"type": "python", "text": "a"}], "b"), r"message 1 \(user\) has a part"),
     (chat("a", [{"type": "image", "text": "b"}]), r"message 2 \(assistant\) has a part"),
-    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "behind the last message"),
+    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "follows the last message"),
 ]
 
 
@@ -320,7 +308,7 @@ def test_user_errors(data, tmp_path):
     ]:
         out = run_sft(data, *args, code=1)
         assert message in out and out.startswith("error: ") and out.count("\n") == 1, out
-    write_tokenizer(data / "tokenizer.json", specials=SPECIALS[:1])
+    dataset.write_json(data / "tokenizer.json", tokenizer_spec(SPECIALS[:1]))
     assert "has no <|assistant_end|> token" in run_sft(data, "--source", path, code=1)
     assert "complete dataset" in run_sft(tmp_path, "--source", path, code=1)
 

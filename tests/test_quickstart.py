@@ -374,7 +374,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/quickstart\.sh": "minutes; above with a fake python, and its commands are those of tutorial 1",
     r"train_plain\.py": "test_train_plain.py runs it",
     r"dev/(bench|profile_step)\.py": "test_dev.py runs them",
-    r"^torchrun ": "eight GPUs; test_runs.py starts two processes on the CPU",
+    r"^torchrun |dev/many_gpus\.sh": "eight GPUs; test_runs.py starts two processes on the CPU",
     r"@runs/b34\.args": "needs a GPU; the same with tiny.args in the tutorials",
     r"data/hub\.py (download|upload)": "network; test_data_hub.py has a server of its own",
     r"runs/(chat_eval|rl|serve|page)\.py": "test_chat_eval.py, test_rl.py and test_serve.py have runs of their own",

@@ -65,7 +65,7 @@ def git(clone: Path, rival: str, *command: str) -> bytes:
     url, commit = CLONES[rival]
     found = subprocess.run(["git", "-C", clone, *command], capture_output=True)
     if found.returncode:
-        raise UserError(f"{clone} is no clone of {url} with commit {commit[:8]}; run `git clone {url} {clone}`")
+        raise UserError(f"{clone} is not a clone of {url} with commit {commit[:8]}; run `git clone {url} {clone}`")
     return found.stdout
 
 
@@ -268,7 +268,7 @@ def read_log(path: Path) -> dict:
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     marked = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
     if not lines or not lines[0].startswith("RUN ") or len(marked) != 1:
-        raise UserError(f"{path} is no log of a finished run: it has {len(marked)} results")
+        raise UserError(f"{path} is not the log of a finished run: it has {len(marked)} results")
     run = json.loads(lines[0].removeprefix("RUN "))
     result = json.loads(marked[0])
 
@@ -359,8 +359,8 @@ def build_parser() -> argparse.ArgumentParser:
     on_gpu.add_argument("--data", type=Path, default=Path("data/shards/p34"), metavar="DIR", help="dataset directory")
     on_gpu.add_argument("--tokens", type=int, help="training tokens; by default those of P34 or P100")
     on_gpu.add_argument("--gpu", help="index of the GPU; by default the first visible one")
-    attention = {"default": "torch", "choices": ("torch", "fa4", "hub")}
-    attention["help"] = "torch's varlen attention, flash-attn-4, or FlashAttention 3 from the Hugging Face hub"
+    attention = {"default": "torch", "choices": ("torch", "hub")}
+    attention["help"] = "torch's varlen attention, or FlashAttention 3 from the Hugging Face hub"
     batch = argparse.ArgumentParser(add_help=False, parents=[on_gpu])
     batch.add_argument("--batch", type=int, default=65536, help="tokens in a step")
     batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; by default as many as usual")
