@@ -198,41 +198,67 @@ def test_training_packs_of_the_copy(hooks):
     assert inputs.tolist() == module.text.pack(expected[3], 256, 128)[0].tolist()
 
 
-def attention(q, k, v, bounds, scale, window) -> torch.Tensor:
-    """Causal, inside documents, over `window` tokens back, from the definition."""
+def weights(q, k, bounds, scale, window) -> torch.Tensor:
+    """Of attention that is causal, inside documents, over `window` tokens back, (H, T, T), from the definition."""
     position = torch.arange(len(q))
     document = torch.bucketize(position, bounds[1:].long(), right=True)
     back = position[:, None] - position
     seen = (document[:, None] == document) & (back >= 0) & ((back <= window) if window >= 0 else True)
-    scores = torch.einsum("ihk,jhk->hij", q, k) * (scale or q.size(-1) ** -0.5)
-    return torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = torch.einsum("ihk,jhk->hij", q, k) * scale
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
-def test_stand_in_for_flash_attention(monkeypatch):
-    """What both rivals call, with torch's varlen attention, which needs a GPU, replaced by the definition."""
+def attention(q, k, v, bounds, scale, window) -> torch.Tensor:
+    return torch.einsum("hij,jhk->ihk", weights(q, k, bounds, scale, window), v)
 
-    def varlen_attn(q, k, v, bounds, other_bounds, longest, other_longest, scale, window_size):
-        assert other_bounds is bounds and longest == other_longest == 6 and window_size[1] == 0
-        return attention(q, k, v, bounds, scale, window_size[0])
 
-    spec = importlib.util.spec_from_file_location("stand_in", ROOT / "records/rivals/stand_ins/kernels.py")
+def test_flash_attn_4_becomes_one_operator(monkeypatch):
+    """Its two functions are called with what they need, and their gradients arrive where they belong."""
+
+    def forward(q, k, v, return_lse, softmax_scale, causal, window_size_left, **lengths):
+        assert causal and lengths["cu_seqlens_q"] is lengths["cu_seqlens_k"] and lengths["max_seqlen_k"] == 6
+        left = -1 if window_size_left is None else window_size_left
+        out = attention(q, k, v, lengths["cu_seqlens_q"], softmax_scale, left)
+        return out, torch.zeros(q.size(1), q.size(0)), None, None, None
+
+    def backward(q, k, v, out, grad, lse, softmax_scale, causal, window_size_left, **lengths):
+        assert lse.shape == (q.size(1), q.size(0))
+        left = -1 if window_size_left is None else window_size_left
+        p = weights(q, k, lengths["cu_seqlens_q"], softmax_scale, left)
+        p_grad = torch.einsum("ihk,jhk->hij", grad, v)
+        s_grad = p * (p_grad - (grad * out).sum(-1).T[:, :, None]) * softmax_scale
+        q_grad = torch.einsum("hij,jhk->ihk", s_grad, k)
+        k_grad = torch.einsum("hij,ihk->jhk", s_grad, q)
+        return q_grad, k_grad, torch.einsum("hij,ihk->jhk", p, grad)
+
+    module = types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    monkeypatch.setenv("RIVAL_SETTINGS", json.dumps({"attention": "fa4"}))
+    path = ROOT / "records/rivals/stand_ins/kernels.py"
+    spec = importlib.util.spec_from_file_location("stand_in", path)
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
-    monkeypatch.setattr(kernels.varlen, "varlen_attn", varlen_attn)
-    flash = kernels.get_kernel("any").flash_attn_interface
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 12, 2, 8)
-    bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    out = flash.flash_attn_varlen_func(
-        q, k, v, bounds, bounds, 6, 6, causal=True, softmax_scale=0.3, window_size=(3, 0)
-    )
-    torch.testing.assert_close(out, attention(q, k, v, bounds, 0.3, 3))
 
-    # nanochat's dense rows are documents of equal length; a window as long as a row is none.
-    for window in (3, 6, -1):
-        rows = flash.flash_attn_func(*(x.view(2, 6, 2, 8) for x in (q, k, v)), causal=True, window_size=(window, 0))
-        expected = attention(q, k, v, torch.tensor([0, 6, 12], dtype=torch.int32), None, window)
-        torch.testing.assert_close(rows.flatten(0, 1), expected)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
+    bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    flash = kernels.get_kernel("any").flash_attn_interface
+    compiled = torch.compile(flash.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    for window in (-1, 3):
+        out = compiled(q, k, v, bounds, bounds, 6, 6, causal=True, softmax_scale=0.3, window_size=(window, 0))
+        expected = attention(q, k, v, bounds, 0.3, window)
+        torch.testing.assert_close(out, expected)
+        weight = torch.randn_like(out)
+        found = torch.autograd.grad((out * weight).sum(), (q, k, v))
+        for one, other in zip(found, torch.autograd.grad((expected * weight).sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(one, other)
+
+    # nanochat's dense rows are documents of equal length.
+    rows = flash.flash_attn_func(*(x.view(2, 6, 2, 8) for x in (q, k, v)), causal=True, window_size=(window, 0))
+    bounds = torch.tensor([0, 6, 12], dtype=torch.int32)
+    torch.testing.assert_close(rows.flatten(0, 1), attention(q, k, v, bounds, 8**-0.5, window))
 
 
 # -- the plain GPT, and runs from the command to the table

@@ -359,8 +359,8 @@ def build_parser() -> argparse.ArgumentParser:
     on_gpu.add_argument("--data", type=Path, default=Path("data/shards/p34"), metavar="DIR", help="dataset directory")
     on_gpu.add_argument("--tokens", type=int, help="training tokens; by default those of P34 or P100")
     on_gpu.add_argument("--gpu", help="index of the GPU; by default the first visible one")
-    attention = {"default": "torch", "choices": ("torch", "hub")}
-    attention["help"] = "torch's varlen attention, or FlashAttention 3 from the Hugging Face hub"
+    attention = {"default": "torch", "choices": ("torch", "fa4", "hub")}
+    attention["help"] = "torch's varlen attention, flash-attn-4, or FlashAttention 3 from the Hugging Face hub"
     batch = argparse.ArgumentParser(add_help=False, parents=[on_gpu])
     batch.add_argument("--batch", type=int, default=65536, help="tokens in a step")
     batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; by default as many as usual")
