@@ -7,7 +7,7 @@
 #     bash runs/quickstart.sh --steps 20    a smoke test; flags go to train_small.py, and the run has its own directory
 #
 # Time: 5 to 9 minutes on two cores, 4 to 7 of them training, plus the first installation (249 MB to download, 1.1 GB on
-# disk on Linux without a GPU). Result: out/quickstart/ with report.md and curve.png, about 1.14 bits per byte. After an
+# disk on Linux without a GPU). Result: out/quickstart/ with report.md and curve.png, about 1.13 to 1.15 bpb. After an
 # interruption, run it again: training continues. When it is finished, it shows its results again.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
