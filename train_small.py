@@ -275,21 +275,6 @@ def stage_rule(config: Config) -> tuple:
     return tuple((stage[0] / steps, *stage[1:]) for stage in stages if stage[0])
 
 
-def config_of_steps(steps: int, values: dict) -> Config:
-    """The Config with these values and so many steps: what num_steps does, backwards."""
-    config = Config(**values)
-    if config.stages:
-        return dataclasses.replace(config, tokens=max(1, round(steps * config.step_tokens)))
-    tokens = 0.0
-    batch = config.min_packs * config.pack_tokens
-    while steps > 0:  # the stages of stage_rule
-        taken = min(steps, (batch**2 / 89 - tokens) / batch)
-        tokens += taken * batch
-        steps -= taken
-        batch *= 2
-    return dataclasses.replace(config, tokens=max(1, round(tokens)))
-
-
 @dataclass(frozen=True)
 class Policy:
     """How one parameter is updated: a row of the parameter table."""
@@ -557,7 +542,12 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     Args:    token_weight_T factor on the loss of each target
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
-    indices, rows = look_up_ngrams(state.model, micro_batch)
+    tables = ngram_tables(state.model)
+    hashes = []
+    if tables:
+        tokens_T = micro_batch.tokens_T
+        hashes = state.model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+    rows = [table.detach()[row_T].requires_grad_() for table, (row_T, _) in zip(tables, hashes, strict=True)]
     if state.dynamic_tokens:
         # One compiled model serves all sizes as fast as one for each would, and compiles faster.
         for tensor in (*micro_batch.tensors(), *rows):
@@ -567,24 +557,13 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
         options["token_weight_T"] = token_weight_T
     total, nats = state.forward(*micro_batch, **options)
     (total * factor).backward()
-    return nats.sum(), [RowGradients(index_T, rows_TC.grad) for index_T, rows_TC in zip(indices, rows, strict=True)]
+    return nats.sum(), [RowGradients(row_T, rows_TC.grad) for (row_T, _), rows_TC in zip(hashes, rows, strict=True)]
 
 
 def ngram_tables(model: nn.Module) -> list[Tensor]:
-    """The n-gram tables of a model, if it is one that has any."""
-    return model.ngram_tables() if hasattr(model, "ngram_tables") else []
-
-
-def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-    """For each n-gram table, which row each token looks up, and these rows as leaves."""
-    tables = ngram_tables(model)
-    if not tables:
-        return [], []
-    tokens_T = micro_batch.tokens_T
-    hashes = model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
-    indices = [index_T for index_T, _ in hashes]
-    rows = [table.detach()[index_T].requires_grad_() for table, index_T in zip(tables, indices, strict=True)]
-    return indices, rows
+    """The tables of token pairs (R, D) and of triples (R, C), as far as a model has them."""
+    names = ("bigram_embed", "trigram_embed")
+    return [getattr(model, name) for name in names if hasattr(model, name)]
 
 
 def set_sparse_gradients(model: nn.Module, gradients: list[list[RowGradients]]) -> None:
@@ -936,18 +915,22 @@ class GPT(nn.Module):
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
 
-        # The matrices of all layers that have them, in their order.
-        matrices = {}
-        for name, bank in (("qkv", qkv), ("o", o), ("up", up), ("down", down)):
-            matrices[name] = iter(bank.unbind(0))
-            product = "MLP" if name in ("up", "down") else name
-            if product in products8:
-                matrices[f"{name}8"] = iter(to_weights8(bank))
+        attention = {"qkv": qkv.unbind(0), "o": o.unbind(0)}
+        mlp = {"up": up.unbind(0), "down": down.unbind(0)}
+        if "qkv" in products8:
+            attention["qkv8"] = to_weights8(qkv)
+        if "o" in products8:
+            attention["o8"] = to_weights8(o)
+        if "MLP" in products8:
+            mlp["up8"] = to_weights8(up)
+            mlp["down8"] = to_weights8(down)
 
         weights = []
         for layer in range(c.num_layers):
-            lacks = ("qkv", "o", "qkv8", "o8") if layer in c.no_attention_layers else ()
-            own = {name: next(matrices[name]) for name in matrices if name not in lacks}
+            own = {name: matrices[layer] for name, matrices in mlp.items()}
+            if layer in c.attention_layers:
+                index = c.attention_layers.index(layer)
+                own |= {name: matrices[index] for name, matrices in attention.items()}
             weights.append(LayerWeights(**own))
         return weights
 
@@ -1037,7 +1020,7 @@ class GPT(nn.Module):
         if c.bigram_rows:
             hashes = self.hash_ngrams(tokens_T, previous_2T, positions_T)
             signed = []
-            for i, (table, (row_T, sign_T)) in enumerate(zip(self.ngram_tables(), hashes, strict=True)):
+            for i, (table, (row_T, sign_T)) in enumerate(zip(ngram_tables(self), hashes, strict=True)):
                 rows = F.embedding(row_T, table) if ngram_rows is None else ngram_rows[i]
                 signed.append(rows * F.embedding(sign_T, self.bigram_signs[:, : table.size(1)]))
             ngram_TD = signed[0]
@@ -1052,30 +1035,21 @@ class GPT(nn.Module):
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
         return norm(x), ngram_TD, value_embeds, cos, sin
 
-    def ngram_tables(self) -> list[Tensor]:
-        """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
-        names = ("bigram_embed", "trigram_embed")
-        return [getattr(self, name) for name in names if hasattr(self, name)]
-
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
         t = tokens_T.long()
         p, q = previous_2T.long()
-
-        # Pairs. The last row is that of first tokens: nothing may leak from the document before.
-        short_T = positions_T < 1
-        last = self.config.bigram_rows - 1
-        row_T = ((36313 * t) ^ (27191 * p)) % last
-        sign_T = (t ^ p) % SIGN_ROWS
-        hashes = [(row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0))]
-
-        # Triples.
+        pair_T = (36313 * t) ^ (27191 * p)
+        ngrams = [(pair_T, t ^ p, self.config.bigram_rows)]
         if self.config.trigram_rows:
-            short_T = positions_T < 2
-            last = self.config.trigram_rows - 1
-            row_T = ((36313 * t) ^ (27191 * p) ^ (51787 * q)) % last
-            sign_T = (t ^ (3 * p) ^ (7 * q)) % SIGN_ROWS
-            hashes.append((row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0)))
+            ngrams.append((pair_T ^ (51787 * q), t ^ (3 * p) ^ (7 * q), self.config.trigram_rows))
+
+        # The last row is that of a document's first tokens: nothing may leak from the one before.
+        hashes = []
+        for before, (row_T, sign_T, rows) in enumerate(ngrams, 1):
+            short_T = positions_T < before
+            row_T = (row_T % (rows - 1)).masked_fill(short_T, rows - 1)
+            hashes.append((row_T, (sign_T % SIGN_ROWS).masked_fill(short_T, 0)))
         return hashes
 
     def mix(self, x_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -2119,9 +2093,6 @@ def resume(run: Run) -> None:
         run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
-    # At the end of a run the weights are averaged, and averaged_steps is 0 again.
-    if is_done and (run.state.averaged_steps or step > run.job.config.num_steps):
-        run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
     # The next --resume keeps the flags of this one. What an earlier end reported is out of date.
     if run.ranks.is_main and not is_done:
@@ -2897,10 +2868,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
         saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
-        for name in names:
-            if name.endswith(".safetensors"):
-                safetensors.safe_open(folder / name, "pt")  # reads the header
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
         require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
@@ -2955,9 +2923,8 @@ def check_ranges(config: Config) -> None:
             require(is_within(value, limits), f"{name}={value!r} is not in its range {limits}")
 
 
-def check_model(config: Config) -> None:
-    """Raises UserError if the shape of this model is impossible."""
-    c = config
+def check_layers(c: Config) -> None:
+    """Raises UserError if the lists of layers do not fit each other."""
     without = set(c.no_attention_layers)
     with_attention = {*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers}
     never_paired = {*c.long_layers, *c.key_offset_layers}
@@ -2986,7 +2953,7 @@ def validate(config: Config) -> None:
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
     require(whole, f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}")
-    check_model(c)
+    check_layers(c)
 
 
 # What other projects call it.
@@ -3001,9 +2968,7 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first.
-        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff\xef\xbb\xbf"))
-        return shlex.split(without_note)
+        return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
 
     def error(self, message: str) -> None:
         _, is_unknown, words = message.partition("unrecognized arguments: ")
@@ -3072,6 +3037,15 @@ def given_fields(args: argparse.Namespace) -> dict:
     """The fields of Config that were given by flags."""
     values = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def config_of_steps(steps: int, values: dict) -> Config:
+    """The Config with these values and so many steps."""
+    config = Config(**values)
+    # The batch may depend on the length of the run, so this converges; each time the error halves.
+    for _ in range(50):
+        config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
+    return config
 
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
