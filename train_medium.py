@@ -391,8 +391,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-# Learned scalars: a row for each name, a column for each layer. Initial values of the first and the
-# last layer; those of the others lie on a line between.
+# Learned scalars: a row for each name, a column for each layer. Here are the initial values of the first
+# and the last layer; those of the others lie on a line between them.
 SCALARS = {
     "resid_attn": (1.15, 1.05),  # factor of the residual stream before attention is added
     "resid_mlp": (1.0, 1.0),  # and before the MLP is added
@@ -625,7 +625,9 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     if tables:
         tokens_T = micro_batch.tokens_T
         hashes = state.model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
-    rows = [table.detach()[row_T].requires_grad_() for table, (row_T, _) in zip(tables, hashes, strict=True)]
+    rows = []
+    for table, (index_T, _) in zip(tables, hashes, strict=True):
+        rows.append(table.detach()[index_T].requires_grad_())
     if state.dynamic_tokens:
         # One compiled model serves all sizes as fast as one for each would, and compiles faster.
         for tensor in (*micro_batch.tensors(), *rows):
@@ -635,7 +637,8 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
         options["token_weight_T"] = token_weight_T
     total, nats = state.forward(*micro_batch, **options)
     (total * factor).backward()
-    return nats.sum(), [RowGradients(row_T, rows_TC.grad) for (row_T, _), rows_TC in zip(hashes, rows, strict=True)]
+    looked_up = zip(hashes, rows, strict=True)
+    return nats.sum(), [RowGradients(index_T, row_TC.grad) for (index_T, _), row_TC in looked_up]
 
 
 def ngram_tables(model: nn.Module) -> list[Tensor]:
@@ -822,12 +825,6 @@ def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tenso
     v = v_THK.float()
     projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
     return (y - torch.tanh(strength_H)[:, None] * projection * v).to(y_THK.dtype)
-
-
-def pair_heads(x_THK: Tensor) -> Tensor:
-    """(T, H, K) -> (2 T, H / 2, K), two rows a token: heads h and h + H / 2 share a softmax."""
-    T, H, K = x_THK.shape
-    return x_THK.reshape(2 * T, H // 2, K)
 
 
 class Stored(torch.autograd.Function):
@@ -1026,9 +1023,7 @@ class GPT(nn.Module):
         if weights is None:
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
-        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        embedded = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
-        inputs = Inputs(*embedded, scalar, attend)
+        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, attend, ngram_rows)
 
         x = inputs.x0
         for layer, w in enumerate(weights):
@@ -1087,8 +1082,8 @@ class GPT(nn.Module):
             y = y * gate_TH[..., None]
         return y.reshape(len(normed_TD), c.width)
 
-    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> tuple:
-        """The first five Inputs: embeddings of tokens and of n-grams, and the rotary table."""
+    def embed_inputs(self, tokens_T, previous_2T, positions_T, attend, ngram_rows) -> Inputs:
+        """Embeddings of tokens and of n-grams, the rotary table, scalars; arguments as of the trunk."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -1111,7 +1106,8 @@ class GPT(nn.Module):
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
-        return norm(x), ngram_TD, value_embeds, cos, sin
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
+        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin, scalar, attend)
 
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
@@ -1156,7 +1152,7 @@ class GPT(nn.Module):
         c = self.config
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
-        if c.paired_layers:
+        if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
             paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
 
@@ -1164,7 +1160,8 @@ class GPT(nn.Module):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
             if layer in c.paired_layers:
-                return paired(*map(pair_heads, (q, k, v)), 0).reshape(q.shape)
+                q2, k2, v2 = (x.reshape(2 * len(x), -1, c.head_dim) for x in (q, k, v))
+                return paired(q2, k2, v2, 0).reshape(q.shape)
             return attention(q, k, v, int(layer in c.long_layers))
 
         previous_2T = previous_tokens(tokens_T)
@@ -1776,14 +1773,10 @@ def slot_norms(slot: Slot) -> Tensor:
     return square.sqrt()
 
 
-def averaged_slots(state: TrainState) -> list[Slot]:
-    return [slot for slot in state.optimizer.slots if "average" in slot.moments]
-
-
 @torch.no_grad()
 def sample_average(state: TrainState) -> None:
     """Adds the master weights to their averages, if this step is one of those that are averaged."""
-    slots = averaged_slots(state)
+    slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
     if not slots or not is_sampled(state.config, state.step):
         return
     if not is_sampled(state.config, state.step - 4):
@@ -1798,8 +1791,10 @@ def sample_average(state: TrainState) -> None:
 def blend_average(state: TrainState) -> None:
     """After the last step: the weights become a blend of themselves and their average."""
     state.averaged_steps = 0
-    # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
-    for slot in averaged_slots(state):
+    for slot in state.optimizer.slots:
+        if "average" not in slot.moments:
+            continue
+        # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
         before = slot_norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
@@ -2854,12 +2849,9 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = {}
-    for path in run_dir.glob("checkpoints/step_*/state.json"):
-        match = re.fullmatch(r"step_(\d+)", path.parent.name)
-        if match:
-            found[int(match[1])] = path.parent
-    return [found[step] for step in sorted(found)]
+    folders = [path.parent for path in run_dir.glob("checkpoints/step_*/state.json")]
+    folders = [folder for folder in folders if folder.name[5:].isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name[5:]))
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
@@ -4439,5 +4431,5 @@ def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = Non
 if __name__ == "__main__":
     exit_code = main()
     if exit_code == 0:
-        os._exit(0)  # all is flushed; Python would spend seconds on taking apart what the compiler left
+        os._exit(0)  # all is flushed; Python would take seconds to free what the compiler left
     sys.exit(exit_code)
