@@ -1979,7 +1979,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
 
 
 class Pretraining:
-    """What a run trains on, and how. Tools that train otherwise bring a subclass."""
+    """The job of a run: what it trains on, and how. Tools that train otherwise bring a subclass."""
 
     command = "pretrain"  # the tool, in config.json and in the name of the run directory
     scored: dict | None = None  # what bits per byte are of

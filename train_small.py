@@ -293,6 +293,7 @@ class Policy:
 def parameter_table(config: Config) -> dict[str, Policy]:
     """All optimizer policy, in the order of communication; after record 89, but for RMSProp."""
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
+    head = Policy("adam", 1.00, (0.50, 0.95), 0.0060, average=0.65)
     return {
         # name                     optimizer  lr_mult  betas         weight_decay  rows
         "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair, average=0.55),
@@ -305,7 +306,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "exclusion":        Policy("adam",      1.00,  (0.90, 0.99)),
         "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
-        "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060, average=0.65),
+        "embed":            head if config.tied else Policy("adam", 15.00, (0.80, 0.95), 0.0010),
+        "unembed":          head,
         "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
         "trigram_embed":    Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
         "trigram_proj":     Policy("adam",      1.00,  (0.90, 0.99)),
@@ -1901,7 +1903,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
 
 
 class Pretraining:
-    """What a run trains on, and how. Tools that train otherwise bring a subclass."""
+    """The job of a run: what it trains on, and how. Tools that train otherwise bring a subclass."""
 
     command = "pretrain"  # the tool, in config.json and in the name of the run directory
     scored: dict | None = None  # what bits per byte are of

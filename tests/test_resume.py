@@ -223,15 +223,6 @@ def test_no_bit_may_change(run_dir, name):
             read()
 
 
-def test_a_state_json_of_another_version(run_dir):
-    """It is taken for a damaged one, and a line says what it may be."""
-    for folder in ts.checkpoints(run_dir):
-        saved_state = ts.read_state(folder)
-        (folder / "state.json").write_text(json.dumps({**saved_state, "count": saved_state.pop("averaged_steps")}))
-    code, out, err = main("--resume", "--run-dir", run_dir)
-    assert code == 1 and "no whole checkpoint" in err and out.count("another version of the script") == 2
-
-
 def test_a_run_goes_on_before_the_damage(run_dir, finished):  # noqa: F811
     """It ends with the files of an undisturbed run, also where it saves at other steps for a while."""
     damage(run_dir / "checkpoints" / "step_000006" / "optimizer.safetensors", "truncated")
@@ -243,13 +234,6 @@ def test_a_run_goes_on_before_the_damage(run_dir, finished):  # noqa: F811
     assert "skipped step_000006: " in out and "resumed at step 4" in out
     assert saved(run_dir)[-3:] == [6, 9, 12]
     assert_same_run(run_dir, finished)
-
-
-def test_no_whole_checkpoint_is_one_sentence(run_dir):
-    for folder in ts.checkpoints(run_dir):
-        damage(folder / "model.safetensors", "truncated")
-    err = refused("--resume", "--run-dir", run_dir)
-    assert f"{run_dir} has no whole checkpoint; start again without --resume" in err
 
 
 def test_newest_and_best_checkpoints_are_kept(state, tmp_path):
@@ -284,23 +268,6 @@ def test_older_checkpoints_survive_a_bad_save(state, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     after = {path: content for path, content in snapshot(tmp_path).items() if "/saving/" not in path}
     assert after == before
-
-
-def test_a_full_disk(dataset_dir, finished, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """The log cannot be written (/dev/full is a full disk): a sentence with the system's words; --resume goes on."""
-    log = tmp_path / "run" / "log.jsonl"
-
-    def fill(state):
-        log.rename(log.with_name("kept"))
-        log.symlink_to("/dev/full")
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 4, fill)
-        assert "No space left on device; fix that, then" in refused(*flags(dataset_dir, tmp_path / "run"))
-    log.unlink()
-    log.with_name("kept").rename(log)
-    passes("--resume", "--run-dir", tmp_path / "run")
-    assert_same_run(tmp_path / "run", finished)
 
 
 def test_a_first_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
