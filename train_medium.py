@@ -93,9 +93,9 @@ os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
 os.environ.setdefault("USER", "unnamed")  # torch's compiler asks; some containers do not know
 
 # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
-helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
-if __name__ == "__main__" and helper.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
-    subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True)
+kernel_cache = Path(__file__).parent / "runs/lib/kernel_cache.py"
+if __name__ == "__main__" and kernel_cache.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
+    subprocess.Popen([sys.executable, kernel_cache, *sys.argv], start_new_session=True)
 
 import filelock
 import numpy as np
@@ -404,7 +404,31 @@ SCALARS = {
 }
 
 
-# >>> shared: sections_2_to_8
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed.
+
+    What torch.compile keeps of a token and a layer for the backward, in bytes; F = 4 D:
+
+        residual stream at three points           6 D     after relu^2                           8 D
+        inputs of qkv, o and up                   4 D     value embedding, every other layer     1 D
+        q and k, before and after norm, rotary    8 D     sum 31 D
+        v, and the output of attention            4 D     (in fp8 26 D)
+    """
+    c = config
+    layer = 23 * c.width + 2 * c.mlp_width
+    if not (c.compile and bf16_is_native()):
+        layer *= 3
+    if c.recompute:  # 7 D of each layer, and all of one layer with its gradients
+        layer = 7 * c.width + 2 * layer / c.num_layers
+    # Gradients of this and of earlier micro-batches, fp8 copies of weights, the loss of a chunk.
+    tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
+    others = 5 * matmul_weights(c) + 4 * tables + 3 * 32768 * c.padded_vocab
+    # 0.65, as micro-batches of 32,768 tokens do not fit on an H100 of 80 GB (dev/LOG.md).
+    usable = (0.9 if c.recompute else 0.65) * free
+    return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
+
+
+# >>> shared: sections_2_to_12
 # ===============================================================================
 # 2. SCHEDULE -- pure functions of (config, step)
 
@@ -580,14 +604,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
-    loss = accumulate_gradients(state, batch)
-    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
-    state.step += 1
-    return loss
-
-
-def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
-    """Forward and backward of all micro-batches; returns what train_step returns."""
+    # Forward and backward of all micro-batches.
     loss = torch.zeros((), device=state.ranks.device)
     tables = [[] for _ in ngram_tables(state.model)]  # gradients of each n-gram table
     targets = max(batch.total_targets, 1)
@@ -601,6 +618,9 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
         for collected, gradient in zip(tables, gradients, strict=True):
             collected.append(gradient)
     set_sparse_gradients(state.model, tables)
+
+    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
+    state.step += 1
     return loss
 
 
@@ -2558,32 +2578,6 @@ def describe_machine(ranks: Ranks) -> dict:
     }
 
 
-# <<< shared: sections_2_to_8
-def micro_batch_limit(config: Config, free: int) -> float:
-    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed.
-
-    What torch.compile keeps of a token and a layer for the backward, in bytes; F = 4 D:
-
-        residual stream at three points           6 D     after relu^2                           8 D
-        inputs of qkv, o and up                   4 D     value embedding, every other layer     1 D
-        q and k, before and after norm, rotary    8 D     sum 31 D
-        v, and the output of attention            4 D     (in fp8 26 D)
-    """
-    c = config
-    layer = 23 * c.width + 2 * c.mlp_width
-    if not (c.compile and bf16_is_native()):
-        layer *= 3
-    if c.recompute:  # 7 D of each layer, and all of one layer with its gradients
-        layer = 7 * c.width + 2 * layer / c.num_layers
-    # Gradients of this and of earlier micro-batches, fp8 copies of weights, the loss of a chunk.
-    tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
-    others = 5 * matmul_weights(c) + 4 * tables + 3 * 32768 * c.padded_vocab
-    # 0.65, as micro-batches of 32,768 tokens do not fit on an H100 of 80 GB (dev/LOG.md).
-    usable = (0.9 if c.recompute else 0.65) * free
-    return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
-
-
-# >>> shared: sections_9_to_12
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
@@ -3069,7 +3063,7 @@ def build_parser() -> FlagParser:
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
     add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
-    notes = field_notes()
+    helps = field_help()
     for field_ in dataclasses.fields(Config):
         name = field_.name
         flag = f"--{name.replace('_', '-')}"
@@ -3080,12 +3074,12 @@ def build_parser() -> FlagParser:
         elif isinstance(default, tuple):
             options = {"type": read_list, "metavar": "X,X"}
             default = ",".join(map(str, default))
-        note = notes[name].replace("%", "%%")
-        add(flag, help=f"{note} [{default}]", **options)
+        text = helps[name].replace("%", "%%")
+        add(flag, help=f"{text} [{default}]", **options)
     return parser
 
 
-def field_notes() -> dict[str, str]:
+def field_help() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
     notes = {}
     above = ""
@@ -4425,7 +4419,7 @@ def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = Non
     return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
-# <<< shared: sections_9_to_12
+# <<< shared: sections_2_to_12
 
 
 if __name__ == "__main__":

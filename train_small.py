@@ -74,9 +74,9 @@ os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
 os.environ.setdefault("USER", "unnamed")  # torch's compiler asks; some containers do not know
 
 # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
-helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
-if __name__ == "__main__" and helper.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
-    subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True)
+kernel_cache = Path(__file__).parent / "runs/lib/kernel_cache.py"
+if __name__ == "__main__" and kernel_cache.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
+    subprocess.Popen([sys.executable, kernel_cache, *sys.argv], start_new_session=True)
 
 import filelock
 import numpy as np
@@ -328,7 +328,20 @@ SCALARS = {
 }
 
 
-# >>> shared: sections_2_to_8
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
+    # What is kept for the backward, in bytes; the compiler keeps less.
+    layer = 24 * config.width + 4 * config.mlp_width
+    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+    if config.compile and bf16_is_native():
+        a_token *= 0.4
+    # Gradients of tables; those of n-gram tables are sparse.
+    tables = config.padded_vocab * (1 + len(config.value_embed_layers))
+    states = 20 * config.width * tables
+    return min(65536, (0.85 * free - states) / a_token)
+
+
+# >>> shared: sections_2_to_12
 # ===============================================================================
 # 2. SCHEDULE -- pure functions of (config, step)
 
@@ -504,14 +517,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
-    loss = accumulate_gradients(state, batch)
-    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
-    state.step += 1
-    return loss
-
-
-def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
-    """Forward and backward of all micro-batches; returns what train_step returns."""
+    # Forward and backward of all micro-batches.
     loss = torch.zeros((), device=state.ranks.device)
     tables = [[] for _ in ngram_tables(state.model)]  # gradients of each n-gram table
     targets = max(batch.total_targets, 1)
@@ -525,6 +531,9 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
         for collected, gradient in zip(tables, gradients, strict=True):
             collected.append(gradient)
     set_sparse_gradients(state.model, tables)
+
+    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
+    state.step += 1
     return loss
 
 
@@ -2482,21 +2491,6 @@ def describe_machine(ranks: Ranks) -> dict:
     }
 
 
-# <<< shared: sections_2_to_8
-def micro_batch_limit(config: Config, free: int) -> float:
-    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
-    # What is kept for the backward, in bytes; the compiler keeps less.
-    layer = 24 * config.width + 4 * config.mlp_width
-    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
-    if config.compile and bf16_is_native():
-        a_token *= 0.4
-    # Gradients of tables; those of n-gram tables are sparse.
-    tables = config.padded_vocab * (1 + len(config.value_embed_layers))
-    states = 20 * config.width * tables
-    return min(65536, (0.85 * free - states) / a_token)
-
-
-# >>> shared: sections_9_to_12
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
@@ -2982,7 +2976,7 @@ def build_parser() -> FlagParser:
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
     add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
-    notes = field_notes()
+    helps = field_help()
     for field_ in dataclasses.fields(Config):
         name = field_.name
         flag = f"--{name.replace('_', '-')}"
@@ -2993,12 +2987,12 @@ def build_parser() -> FlagParser:
         elif isinstance(default, tuple):
             options = {"type": read_list, "metavar": "X,X"}
             default = ",".join(map(str, default))
-        note = notes[name].replace("%", "%%")
-        add(flag, help=f"{note} [{default}]", **options)
+        text = helps[name].replace("%", "%%")
+        add(flag, help=f"{text} [{default}]", **options)
     return parser
 
 
-def field_notes() -> dict[str, str]:
+def field_help() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
     notes = {}
     above = ""
@@ -4338,7 +4332,7 @@ def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = Non
     return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
-# <<< shared: sections_9_to_12
+# <<< shared: sections_2_to_12
 
 
 if __name__ == "__main__":
