@@ -440,7 +440,7 @@ def train(job: Pretraining, args: argparse.Namespace) -> dict:
     else:
         has_learned = job.start_weights(run.state)
         run.log.rewind(-1)  # what a start without a checkpoint has left
-        describe_start(run, {})
+        describe_start(run)
 
     prepare_loop(run)
     if has_learned:
@@ -2051,7 +2051,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"run: {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
-def describe_start(run: Run, earlier: dict) -> None:
+def describe_start(run: Run) -> None:
     """Writes config.json, over that of an earlier start, the scripts that run and the tokenizer."""
     job = run.job
     if not run.ranks.is_main:
@@ -2065,6 +2065,7 @@ def describe_start(run: Run, earlier: dict) -> None:
         "dataset_fingerprint": job.fingerprint,
     }
     # What describes a start stays that of the first one; config and stages are those of now.
+    earlier = read_description(run.run_dir) if run.args.resume else {}
     description = {"command": job.command, **this_start, **job.description, **earlier}
     description["config"] = dataclasses.asdict(job.config)
     description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
@@ -2104,7 +2105,7 @@ def resume(run: Run) -> None:
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
-        describe_start(run, read_description(run.run_dir))
+        describe_start(run)
 
 
 def prepare_loop(run: Run) -> None:
@@ -2795,6 +2796,25 @@ def read_state(folder: Path) -> dict:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Writes a safetensors file, hashes it meanwhile, piece by piece, and returns its sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
+        # The disk is busy from the start: one long sync at the end would add its time.
+        synced = pool.submit(os.fsync, file.fileno())
+        for piece in safetensors_pieces(tensors):
+            hashed = pool.submit(digest.update, piece)
+            file.write(piece)
+            hashed.result()
+            if synced.done():
+                synced.result()  # raises, if the disk is full
+                synced = pool.submit(os.fsync, file.fileno())
+        file.flush()
+        synced.result()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator:
+    """The content of a safetensors file, as bytes or arrays of them; each replaces the one before."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -2804,31 +2824,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
 
-    digest = hashlib.sha256()
     buffer = torch.empty(2**26, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
-        # The disk is busy from the start: one long sync at the end would add its time.
-        synced = pool.submit(os.fsync, file.fileno())
-
-        def write(content) -> None:
-            nonlocal synced
-            hashed = pool.submit(digest.update, content)
-            file.write(content)
-            hashed.result()
-            if synced.done():
-                synced.result()  # raises, if the disk is full
-                synced = pool.submit(os.fsync, file.fileno())
-
-        write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(len(buffer)):
-                buffer[: len(piece)].copy_(piece)
-                write(buffer[: len(piece)].numpy())
-        file.flush()
-        synced.result()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    for tensor in tensors.values():
+        for piece in tensor.contiguous().view(-1).view(torch.uint8).split(len(buffer)):
+            buffer[: len(piece)].copy_(piece)
+            yield buffer[: len(piece)].numpy()
 
 
 SAFETENSORS_NAMES = {
