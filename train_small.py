@@ -2440,10 +2440,7 @@ def bf16_is_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-DTYPES = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-}  # fmt: skip
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
