@@ -613,7 +613,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         if state.graphs is None:
             nats, gradients = micro_step(state, micro_batch, factor)
         else:
-            nats, gradients = replay(state, micro_batch, factor, is_first=i == 0)
+            nats, gradients = replay(state, micro_batch, factor, is_first=(i == 0))
         loss += nats / targets
         for collected, gradient in zip(tables, gradients, strict=True):
             collected.append(gradient)
