@@ -93,9 +93,9 @@ os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
 os.environ.setdefault("USER", "unnamed")  # torch's compiler asks; some containers do not know
 
 # Where nothing is compiled yet, a second process compiles kernels while this one imports PyTorch.
-helper = Path(__file__).parent / "runs/lib/kernel_cache.py"
-if __name__ == "__main__" and helper.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
-    subprocess.Popen([sys.executable, helper, *sys.argv], start_new_session=True)
+kernel_cache = Path(__file__).parent / "runs/lib/kernel_cache.py"
+if __name__ == "__main__" and kernel_cache.is_file() and not os.path.isdir(os.environ["TRITON_CACHE_DIR"]):
+    subprocess.Popen([sys.executable, kernel_cache, *sys.argv], start_new_session=True)
 
 import filelock
 import numpy as np
@@ -305,15 +305,6 @@ RANGES = {
 }
 
 
-def config_of_steps(steps: int, values: dict) -> Config:
-    """The Config with these values and so many steps."""
-    config = Config(**values)
-    # By the rules the tokens of N steps depend on the length. Rounding may make this go to and fro.
-    for _ in range(50):
-        config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
-    return config
-
-
 # -- rules: from depth and horizon to batch, rates and decay. They meet nanochat's numbers at 24
 # layers (5.84 B tokens, 2 ** 20 a step), where its CORE was measured, and our small model's at 34 M.
 
@@ -400,8 +391,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-# Learned scalars: a row for each name, a column for each layer. Initial values of the first and the
-# last layer; those of the others lie on a line between.
+# Learned scalars: a row for each name, a column for each layer. Here are the initial values of the first
+# and the last layer; those of the others lie on a line between them.
 SCALARS = {
     "resid_attn": (1.15, 1.05),  # factor of the residual stream before attention is added
     "resid_mlp": (1.0, 1.0),  # and before the MLP is added
@@ -413,7 +404,31 @@ SCALARS = {
 }
 
 
-# >>> shared: sections_2_to_8
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed.
+
+    What torch.compile keeps of a token and a layer for the backward, in bytes; F = 4 D:
+
+        residual stream at three points           6 D     after relu^2                           8 D
+        inputs of qkv, o and up                   4 D     value embedding, every other layer     1 D
+        q and k, before and after norm, rotary    8 D     sum 31 D
+        v, and the output of attention            4 D     (in fp8 26 D)
+    """
+    c = config
+    layer = 23 * c.width + 2 * c.mlp_width
+    if not (c.compile and bf16_is_native()):
+        layer *= 3
+    if c.recompute:  # 7 D of each layer, and all of one layer with its gradients
+        layer = 7 * c.width + 2 * layer / c.num_layers
+    # Gradients of this and of earlier micro-batches, fp8 copies of weights, the loss of a chunk.
+    tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
+    others = 5 * matmul_weights(c) + 4 * tables + 3 * 32768 * c.padded_vocab
+    # 0.65, as micro-batches of 32,768 tokens do not fit on an H100 of 80 GB (dev/LOG.md).
+    usable = (0.9 if c.recompute else 0.65) * free
+    return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
+
+
+# >>> shared: sections_2_to_12
 # ===============================================================================
 # 2. SCHEDULE -- pure functions of (config, step)
 
@@ -512,7 +527,7 @@ def train(job: Pretraining, args: argparse.Namespace) -> dict:
     else:
         has_learned = job.start_weights(run.state)
         run.log.rewind(-1)  # what a start without a checkpoint has left
-        describe_start(run, {})
+        describe_start(run)
 
     prepare_loop(run)
     if has_learned:
@@ -589,14 +604,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
-    loss = accumulate_gradients(state, batch)
-    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
-    state.step += 1
-    return loss
-
-
-def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
-    """Forward and backward of all micro-batches; returns what train_step returns."""
+    # Forward and backward of all micro-batches.
     loss = torch.zeros((), device=state.ranks.device)
     tables = [[] for _ in ngram_tables(state.model)]  # gradients of each n-gram table
     targets = max(batch.total_targets, 1)
@@ -605,11 +613,14 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
         if state.graphs is None:
             nats, gradients = micro_step(state, micro_batch, factor)
         else:
-            nats, gradients = replay(state, micro_batch, factor, is_first=i == 0)
+            nats, gradients = replay(state, micro_batch, factor, is_first=(i == 0))
         loss += nats / targets
         for collected, gradient in zip(tables, gradients, strict=True):
             collected.append(gradient)
     set_sparse_gradients(state.model, tables)
+
+    state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
+    state.step += 1
     return loss
 
 
@@ -629,7 +640,14 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     Args:    token_weight_T factor on the loss of each target
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
-    indices, rows = look_up_ngrams(state.model, micro_batch)
+    tables = ngram_tables(state.model)
+    hashes = []
+    if tables:
+        tokens_T = micro_batch.tokens_T
+        hashes = state.model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+    rows = []
+    for table, (index_T, _) in zip(tables, hashes, strict=True):
+        rows.append(table.detach()[index_T].requires_grad_())
     if state.dynamic_tokens:
         # One compiled model serves all sizes as fast as one for each would, and compiles faster.
         for tensor in (*micro_batch.tensors(), *rows):
@@ -639,24 +657,14 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
         options["token_weight_T"] = token_weight_T
     total, nats = state.forward(*micro_batch, **options)
     (total * factor).backward()
-    return nats.sum(), [RowGradients(index_T, rows_TC.grad) for index_T, rows_TC in zip(indices, rows, strict=True)]
+    looked_up = zip(hashes, rows, strict=True)
+    return nats.sum(), [RowGradients(index_T, row_TC.grad) for (index_T, _), row_TC in looked_up]
 
 
 def ngram_tables(model: nn.Module) -> list[Tensor]:
-    """The n-gram tables of a model, if it is one that has any."""
-    return model.ngram_tables() if hasattr(model, "ngram_tables") else []
-
-
-def look_up_ngrams(model: nn.Module, micro_batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-    """For each n-gram table, which row each token looks up, and these rows as leaves."""
-    tables = ngram_tables(model)
-    if not tables:
-        return [], []
-    tokens_T = micro_batch.tokens_T
-    hashes = model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
-    indices = [index_T for index_T, _ in hashes]
-    rows = [table.detach()[index_T].requires_grad_() for table, index_T in zip(tables, indices, strict=True)]
-    return indices, rows
+    """The tables of token pairs (R, D) and of triples (R, C), as far as a model has them."""
+    names = ("bigram_embed", "trigram_embed")
+    return [getattr(model, name) for name in names if hasattr(model, name)]
 
 
 def set_sparse_gradients(model: nn.Module, gradients: list[list[RowGradients]]) -> None:
@@ -839,12 +847,6 @@ def exclude_own_value(y_THK: Tensor, v_THK: Tensor, strength_H: Tensor) -> Tenso
     return (y - torch.tanh(strength_H)[:, None] * projection * v).to(y_THK.dtype)
 
 
-def pair_heads(x_THK: Tensor) -> Tensor:
-    """(T, H, K) -> (2 T, H / 2, K), two rows a token: heads h and h + H / 2 share a softmax."""
-    T, H, K = x_THK.shape
-    return x_THK.reshape(2 * T, H // 2, K)
-
-
 class Stored(torch.autograd.Function):
     """x, which a compiled model then computes once; else each reader would compute it anew."""
 
@@ -1008,18 +1010,22 @@ class GPT(nn.Module):
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
 
-        # The matrices of all layers that have them, in their order.
-        matrices = {}
-        for name, bank in (("qkv", qkv), ("o", o), ("up", up), ("down", down)):
-            matrices[name] = iter(bank.unbind(0))
-            product = "MLP" if name in ("up", "down") else name
-            if product in products8:
-                matrices[f"{name}8"] = iter(to_weights8(bank))
+        attention = {"qkv": qkv.unbind(0), "o": o.unbind(0)}
+        mlp = {"up": up.unbind(0), "down": down.unbind(0)}
+        if "qkv" in products8:
+            attention["qkv8"] = to_weights8(qkv)
+        if "o" in products8:
+            attention["o8"] = to_weights8(o)
+        if "MLP" in products8:
+            mlp["up8"] = to_weights8(up)
+            mlp["down8"] = to_weights8(down)
 
         weights = []
         for layer in range(c.num_layers):
-            lacks = ("qkv", "o", "qkv8", "o8") if layer in c.no_attention_layers else ()
-            own = {name: next(matrices[name]) for name in matrices if name not in lacks}
+            own = {name: matrices[layer] for name, matrices in mlp.items()}
+            if layer in c.attention_layers:
+                index = c.attention_layers.index(layer)
+                own |= {name: matrices[index] for name, matrices in attention.items()}
             weights.append(LayerWeights(**own))
         return weights
 
@@ -1037,9 +1043,7 @@ class GPT(nn.Module):
         if weights is None:
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
-        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        embedded = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
-        inputs = Inputs(*embedded, scalar, attend)
+        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, attend, ngram_rows)
 
         x = inputs.x0
         for layer, w in enumerate(weights):
@@ -1098,8 +1102,8 @@ class GPT(nn.Module):
             y = y * gate_TH[..., None]
         return y.reshape(len(normed_TD), c.width)
 
-    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows=None) -> tuple:
-        """The first five Inputs: embeddings of tokens and of n-grams, and the rotary table."""
+    def embed_inputs(self, tokens_T, previous_2T, positions_T, attend, ngram_rows) -> Inputs:
+        """Embeddings of tokens and of n-grams, the rotary table, scalars; arguments as of the trunk."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -1109,7 +1113,7 @@ class GPT(nn.Module):
         if c.bigram_rows:
             hashes = self.hash_ngrams(tokens_T, previous_2T, positions_T)
             signed = []
-            for i, (table, (row_T, sign_T)) in enumerate(zip(self.ngram_tables(), hashes, strict=True)):
+            for i, (table, (row_T, sign_T)) in enumerate(zip(ngram_tables(self), hashes, strict=True)):
                 rows = F.embedding(row_T, table) if ngram_rows is None else ngram_rows[i]
                 signed.append(rows * F.embedding(sign_T, self.bigram_signs[:, : table.size(1)]))
             ngram_TD = signed[0]
@@ -1122,32 +1126,24 @@ class GPT(nn.Module):
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
-        return norm(x), ngram_TD, value_embeds, cos, sin
-
-    def ngram_tables(self) -> list[Tensor]:
-        """Those of pairs (R, D) and of triples (R, C), as far as the model has them."""
-        names = ("bigram_embed", "trigram_embed")
-        return [getattr(self, name) for name in names if hasattr(self, name)]
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
+        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin, scalar, attend)
 
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
         t = tokens_T.long()
         p, q = previous_2T.long()
-
-        # Pairs. The last row is that of first tokens: nothing may leak from the document before.
-        short_T = positions_T < 1
-        last = self.config.bigram_rows - 1
-        row_T = ((36313 * t) ^ (27191 * p)) % last
-        sign_T = (t ^ p) % SIGN_ROWS
-        hashes = [(row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0))]
-
-        # Triples.
+        pair_T = (36313 * t) ^ (27191 * p)
+        ngrams = [(pair_T, t ^ p, self.config.bigram_rows)]
         if self.config.trigram_rows:
-            short_T = positions_T < 2
-            last = self.config.trigram_rows - 1
-            row_T = ((36313 * t) ^ (27191 * p) ^ (51787 * q)) % last
-            sign_T = (t ^ (3 * p) ^ (7 * q)) % SIGN_ROWS
-            hashes.append((row_T.masked_fill(short_T, last), sign_T.masked_fill(short_T, 0)))
+            ngrams.append((pair_T ^ (51787 * q), t ^ (3 * p) ^ (7 * q), self.config.trigram_rows))
+
+        # The last row is that of a document's first tokens: nothing may leak from the one before.
+        hashes = []
+        for before, (row_T, sign_T, rows) in enumerate(ngrams, 1):
+            short_T = positions_T < before
+            row_T = (row_T % (rows - 1)).masked_fill(short_T, rows - 1)
+            hashes.append((row_T, (sign_T % SIGN_ROWS).masked_fill(short_T, 0)))
         return hashes
 
     def mix(self, x_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -1176,7 +1172,7 @@ class GPT(nn.Module):
         c = self.config
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
-        if c.paired_layers:
+        if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
             paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
 
@@ -1184,7 +1180,8 @@ class GPT(nn.Module):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
             if layer in c.paired_layers:
-                return paired(*map(pair_heads, (q, k, v)), 0).reshape(q.shape)
+                q2, k2, v2 = (x.reshape(2 * len(x), -1, c.head_dim) for x in (q, k, v))
+                return paired(q2, k2, v2, 0).reshape(q.shape)
             return attention(q, k, v, int(layer in c.long_layers))
 
         previous_2T = previous_tokens(tokens_T)
@@ -1796,14 +1793,10 @@ def slot_norms(slot: Slot) -> Tensor:
     return square.sqrt()
 
 
-def averaged_slots(state: TrainState) -> list[Slot]:
-    return [slot for slot in state.optimizer.slots if "average" in slot.moments]
-
-
 @torch.no_grad()
 def sample_average(state: TrainState) -> None:
     """Adds the master weights to their averages, if this step is one of those that are averaged."""
-    slots = averaged_slots(state)
+    slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
     if not slots or not is_sampled(state.config, state.step):
         return
     if not is_sampled(state.config, state.step - 4):
@@ -1818,8 +1811,10 @@ def sample_average(state: TrainState) -> None:
 def blend_average(state: TrainState) -> None:
     """After the last step: the weights become a blend of themselves and their average."""
     state.averaged_steps = 0
-    # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
-    for slot in averaged_slots(state):
+    for slot in state.optimizer.slots:
+        if "average" not in slot.moments:
+            continue
+        # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
         before = slot_norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
@@ -2004,7 +1999,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
 
 
 class Pretraining:
-    """What a run trains on, and how. Tools that train otherwise bring a subclass."""
+    """The job of a run: what it trains on, and how. Tools that train otherwise bring a subclass."""
 
     command = "pretrain"  # the tool, in config.json and in the name of the run directory
     scored: dict | None = None  # what bits per byte are of
@@ -2143,7 +2138,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"run: {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
-def describe_start(run: Run, earlier: dict) -> None:
+def describe_start(run: Run) -> None:
     """Writes config.json, over that of an earlier start, the scripts that run and the tokenizer."""
     job = run.job
     if not run.ranks.is_main:
@@ -2157,6 +2152,7 @@ def describe_start(run: Run, earlier: dict) -> None:
         "dataset_fingerprint": job.fingerprint,
     }
     # What describes a start stays that of the first one; config and stages are those of now.
+    earlier = read_description(run.run_dir) if run.args.resume else {}
     description = {"command": job.command, **this_start, **job.description, **earlier}
     description["config"] = dataclasses.asdict(job.config)
     description["stage_table"] = [dataclasses.asdict(stage) for stage in job.config.stage_table]
@@ -2191,15 +2187,12 @@ def resume(run: Run) -> None:
         run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
-    # At the end of a run the weights are averaged, and averaged_steps is 0 again.
-    if is_done and (run.state.averaged_steps or step > run.job.config.num_steps):
-        run.log.say("warning: the run ends before this step now, so its weights stay as they are, without averages")
 
     # The next --resume keeps the flags of this one. What an earlier end reported is out of date.
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
-        describe_start(run, read_description(run.run_dir))
+        describe_start(run)
 
 
 def prepare_loop(run: Run) -> None:
@@ -2534,10 +2527,7 @@ def bf16_is_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-DTYPES = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-}  # fmt: skip
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -2586,32 +2576,6 @@ def describe_machine(ranks: Ranks) -> dict:
     }
 
 
-# <<< shared: sections_2_to_8
-def micro_batch_limit(config: Config, free: int) -> float:
-    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed.
-
-    What torch.compile keeps of a token and a layer for the backward, in bytes; F = 4 D:
-
-        residual stream at three points           6 D     after relu^2                           8 D
-        inputs of qkv, o and up                   4 D     value embedding, every other layer     1 D
-        q and k, before and after norm, rotary    8 D     sum 31 D
-        v, and the output of attention            4 D     (in fp8 26 D)
-    """
-    c = config
-    layer = 23 * c.width + 2 * c.mlp_width
-    if not (c.compile and bf16_is_native()):
-        layer *= 3
-    if c.recompute:  # 7 D of each layer, and all of one layer with its gradients
-        layer = 7 * c.width + 2 * layer / c.num_layers
-    # Gradients of this and of earlier micro-batches, fp8 copies of weights, the loss of a chunk.
-    tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
-    others = 5 * matmul_weights(c) + 4 * tables + 3 * 32768 * c.padded_vocab
-    # 0.65, as micro-batches of 32,768 tokens do not fit on an H100 of 80 GB (dev/LOG.md).
-    usable = (0.9 if c.recompute else 0.65) * free
-    return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
-
-
-# >>> shared: sections_9_to_12
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
@@ -2877,12 +2841,9 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = {}
-    for path in run_dir.glob("checkpoints/step_*/state.json"):
-        match = re.fullmatch(r"step_(\d+)", path.parent.name)
-        if match:
-            found[int(match[1])] = path.parent
-    return [found[step] for step in sorted(found)]
+    folders = [path.parent for path in run_dir.glob("checkpoints/step_*/state.json")]
+    folders = [folder for folder in folders if folder.name[5:].isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name[5:]))
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
@@ -2919,6 +2880,25 @@ def read_state(folder: Path) -> dict:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Writes a safetensors file, hashes it meanwhile, piece by piece, and returns its sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
+        # The disk is busy from the start: one long sync at the end would add its time.
+        synced = pool.submit(os.fsync, file.fileno())
+        for piece in safetensors_pieces(tensors):
+            hashed = pool.submit(digest.update, piece)
+            file.write(piece)
+            hashed.result()
+            if synced.done():
+                synced.result()  # raises, if the disk is full
+                synced = pool.submit(os.fsync, file.fileno())
+        file.flush()
+        synced.result()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator:
+    """The content of a safetensors file, as bytes or arrays of them; each replaces the one before."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -2928,31 +2908,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
 
-    digest = hashlib.sha256()
     buffer = torch.empty(2**26, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
-        # The disk is busy from the start: one long sync at the end would add its time.
-        synced = pool.submit(os.fsync, file.fileno())
-
-        def write(content) -> None:
-            nonlocal synced
-            hashed = pool.submit(digest.update, content)
-            file.write(content)
-            hashed.result()
-            if synced.done():
-                synced.result()  # raises, if the disk is full
-                synced = pool.submit(os.fsync, file.fileno())
-
-        write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(len(buffer)):
-                buffer[: len(piece)].copy_(piece)
-                write(buffer[: len(piece)].numpy())
-        file.flush()
-        synced.result()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    for tensor in tensors.values():
+        for piece in tensor.contiguous().view(-1).view(torch.uint8).split(len(buffer)):
+            buffer[: len(piece)].copy_(piece)
+            yield buffer[: len(piece)].numpy()
 
 
 SAFETENSORS_NAMES = {
@@ -2980,10 +2942,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
         saved = read_state(folder)
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(file_sha256, [folder / name for name in names]))
-        for name in names:
-            if name.endswith(".safetensors"):
-                safetensors.safe_open(folder / name, "pt")  # reads the header
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
         require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
@@ -3038,9 +2997,8 @@ def check_ranges(config: Config) -> None:
             require(is_within(value, limits), f"{name}={value!r} is not in its range {limits}")
 
 
-def check_model(config: Config) -> None:
-    """Raises UserError if the shape of this model is impossible."""
-    c = config
+def check_layers(c: Config) -> None:
+    """Raises UserError if the lists of layers do not fit each other."""
     without = set(c.no_attention_layers)
     with_attention = {*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers}
     never_paired = {*c.long_layers, *c.key_offset_layers}
@@ -3069,7 +3027,7 @@ def validate(config: Config) -> None:
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
     require(whole, f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}")
-    check_model(c)
+    check_layers(c)
 
 
 # What other projects call it.
@@ -3084,9 +3042,7 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        # A comment begins with a # behind a blank, but not in quotes. A BOM may come first.
-        without_note = re.sub(r"""("[^"]*"|'[^']*')|(?<!\S)#.*""", r"\1", line.strip("\ufeff\xef\xbb\xbf"))
-        return shlex.split(without_note)
+        return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
 
     def error(self, message: str) -> None:
         _, is_unknown, words = message.partition("unrecognized arguments: ")
@@ -3106,7 +3062,7 @@ def build_parser() -> FlagParser:
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
     add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
-    notes = field_notes()
+    helps = field_help()
     for field_ in dataclasses.fields(Config):
         name = field_.name
         flag = f"--{name.replace('_', '-')}"
@@ -3117,12 +3073,12 @@ def build_parser() -> FlagParser:
         elif isinstance(default, tuple):
             options = {"type": read_list, "metavar": "X,X"}
             default = ",".join(map(str, default))
-        note = notes[name].replace("%", "%%")
-        add(flag, help=f"{note} [{default}]", **options)
+        text = helps[name].replace("%", "%%")
+        add(flag, help=f"{text} [{default}]", **options)
     return parser
 
 
-def field_notes() -> dict[str, str]:
+def field_help() -> dict[str, str]:
     """The comment of each field of Config in the source: behind it, or in the line above."""
     notes = {}
     above = ""
@@ -3155,6 +3111,15 @@ def given_fields(args: argparse.Namespace) -> dict:
     """The fields of Config that were given by flags."""
     values = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def config_of_steps(steps: int, values: dict) -> Config:
+    """The Config with these values and so many steps."""
+    config = Config(**values)
+    # The batch may depend on the length of the run, so this converges; each time the error halves.
+    for _ in range(50):
+        config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
+    return config
 
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
@@ -4453,11 +4418,11 @@ def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = Non
     return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
-# <<< shared: sections_9_to_12
+# <<< shared: sections_2_to_12
 
 
 if __name__ == "__main__":
     exit_code = main()
     if exit_code == 0:
-        os._exit(0)  # all is flushed; Python would spend seconds on taking apart what the compiler left
+        os._exit(0)  # all is flushed; Python would take seconds to free what the compiler left
     sys.exit(exit_code)

@@ -33,6 +33,7 @@ TECHNIQUES = {
     "softcap": ({}, {"softcap": (15.0, 0.0, 15.0)}),
     "attention_scale": ({}, {"attention_scale": 0.3}),
     "rotary": ({}, {"rotary_base": 16.0}),
+    "tied": ({}, {"tied": False}),
 }
 MEDIUM = {
     "key_offset": ({}, {"key_offset": False}),
@@ -59,7 +60,8 @@ CONFIGS = {"default": config_of({}), "medium": medium_of({})}
 for prefix, table, build in (("", TECHNIQUES, config_of), ("medium-", MEDIUM, medium_of)):
     for technique, pair in table.items():
         CONFIGS |= {f"{prefix}{technique}-{word}": build(c) for word, c in zip(("on", "off"), pair, strict=True) if c}
-SWITCHES = {name: [config_of(c) for c in pair] for name, pair in TECHNIQUES.items()}
+# But for those whose models have other weights.
+SWITCHES = {name: [config_of(c) for c in pair] for name, pair in TECHNIQUES.items() if name != "tied"}
 SWITCHES |= {f"medium-{name}": [medium_of(c) for c in pair] for name, pair in MEDIUM.items()
              if name not in ("tied", "odd_layers")}  # fmt: skip
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

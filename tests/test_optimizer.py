@@ -251,17 +251,6 @@ def test_matrices_in_parts():
         torch.testing.assert_close(weights[1][name], whole, atol=1e-6, rtol=1e-5)
 
 
-def test_a_missing_moment_is_no_zero():
-    """Only averages may be absent from what a checkpoint holds."""
-    model = random_model(tiny_config(average=0.5))
-    optimizer = ts.build_optimizer(model, tiny_config(average=0.5))
-    whole = optimizer.state()
-    for missing in ("qk_bank.momentum", "embed.exp_avg", "value_embed.updates"):
-        with pytest.raises(KeyError, match=missing):
-            optimizer.load(optimizer.weights(), {name: value for name, value in whole.items() if name != missing})
-    optimizer.load(optimizer.weights(), optimizer.state(averages=False))
-
-
 def half_precision_step(model, optimizer, scale: float, seed: int) -> None:
     """A step of the optimizer with gradients in fp16, times a scale, of a model whose forward is in fp32."""
     twin = random_model(tiny_config())

@@ -196,9 +196,7 @@ class Model(nn.Module):
         # Softcap: logits stay between 0 and 23 (record 54; worth 0.007 against 15 tanh).
         return 23 * torch.sigmoid((F.linear(norm(x), self.embed) + 5) / 7.5)
 
-    def attention(
-        self, layer: int, a_TD, tokens_T, first_T, angles_T1K, mask_TT, mixed_TD
-    ) -> Tensor:
+    def attention(self, layer, a_TD, tokens_T, first_T, angles_T1K, mask_TT, mixed_TD) -> Tensor:
         """What attention adds in a layer, (T, D). Its input a_TD is normalised."""
         by_head = (len(a_TD), -1, self.config.head_dim)
 
@@ -245,9 +243,7 @@ class Model(nn.Module):
 
 
 # ---- 3. LOSS: documents -> nats
-def losses(
-    model: Model, documents: list[np.ndarray], prefixes_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def losses(model: Model, documents: list[np.ndarray], prefixes_V: Tensor) -> tuple[Tensor, ...]:
     """Nats (T,) of the next token, the second and third one and the prefix; 0 where there is none."""
     tokens_T = torch.tensor(np.concatenate([document[:-1] for document in documents]))
     positions_T = torch.cat([torch.arange(len(document) - 1) for document in documents])
