@@ -93,8 +93,8 @@ FAULTS = {
         model, cache, tokens, previous[[0, 0]], positions)),
     "no offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], False)),
     "offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": (prefill, "plan_ring", lambda plan, slots, num_cached, lengths, window, *more: plan(
-        slots, num_cached, lengths, max(window - 1, 1), *more)),
+    "window": (prefill, "ring_indices", lambda indices, kind, *more: indices(
+        kind._replace(window=max(kind.window - 1, 1)), *more)),
 }  # fmt: skip
 
 

@@ -77,13 +77,13 @@ class Completion:
 
     def all_tokens(self) -> list[int]:
         """The prompt and the answer so far."""
-        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+        return [*self.prompt, *self.tokens]
 
     def input_token(self) -> int:
         """The id that the next step feeds to the model: the last one so far."""
         return (self.tokens or self.prompt)[-1]
 
-    def cached_tokens(self) -> list[int]:
+    def prefill_tokens(self) -> list[int]:
         """The ids before the input token, whose keys and values a step finds in the cache."""
         return self.all_tokens()[:-1]
 

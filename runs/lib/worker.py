@@ -203,7 +203,7 @@ class Worker(threading.Thread):
             sequence = request.waiting.popleft()
             if not request.waiting:
                 del self.queue[request]
-            ids = sequence.completion.cached_tokens()
+            ids = sequence.completion.prefill_tokens()
             num_cached = {slot: self.decoder.prefix_cache.match(slot, ids) for slot in self.idle_slots}
             slot = max(num_cached, key=num_cached.get)  # the first of equal ones
             num_tokens += len(ids) + 1 - num_cached[slot]
