@@ -588,14 +588,6 @@ def test_context_overflow(generator):
         generator.generate([[1] * 65], max_tokens=1)
 
 
-def test_logits_processors_of_a_generator(generator):
-    """A bias rules a greedy answer; the next call, without one, gives what the model says."""
-    (prompt,) = random_documents((5,), vocab=290)
-    biased = generator.generate([prompt], max_tokens=4, temperature=0.0, logit_bias={7: 1e4})
-    assert biased == [[7] * 4]
-    assert generator.generate([prompt], max_tokens=4, temperature=0.0) == [argmax_loop(generator, prompt, 4)]
-
-
 # ==== on a GPU
 
 

@@ -121,26 +121,25 @@ class PrefixCache:
         if not self.shared:
             return []
         new_prefixes = []
-        sources = set()
+        sources = set()  # they are copied once all plans are made, so no other prefix may take their place
         sequences = self.tokens[: self.num_slots]  # what slots hold, then the new sequences before this one
         for plan in plans:
             source = max(self.shared, key=lambda slot: self.match(slot, plan.ids))
-            num_matched = self.match(source, plan.ids)
+            num_cached = self.match(source, plan.ids)
 
             # If another sequence has many more ids in common, these become a shared prefix of their own.
             num_common = max(len(commonprefix([plan.ids, other])) for other in sequences)
             sequences.append(plan.completion.all_tokens())
             oldest = self.shared[0]
-            is_longer = num_common >= max(plan.num_cached, num_matched) + MIN_SHARED_PREFIX
-            if is_longer and oldest not in sources:  # a slot that is about to be copied stays
+            if num_common >= max(plan.num_cached, num_cached) + MIN_SHARED_PREFIX and oldest not in sources:
                 source = oldest
-                num_matched = num_common
+                num_cached = num_common
                 self.tokens[source] = plan.ids[:num_common]
                 new_prefixes.append(SlotPlan(source, self.tokens[source]))
 
-            if num_matched > plan.num_cached:
+            if num_cached > plan.num_cached:
                 plan.source = source
-                plan.num_cached = num_matched
+                plan.num_cached = num_cached
                 sources.add(source)
                 self.shared.remove(source)
                 self.shared.append(source)  # the most recently used

@@ -1,6 +1,6 @@
 """Prefill: all new ids of several sequences in one packed pass through the model.
 
-The host plans with numpy (prefill_inputs), one copy brings the plan to the device, and run_prefill follows it there.
+The host computes indices with numpy (prefill_inputs), one copy brings them to the device, and run_prefill reads them.
 """
 
 from __future__ import annotations

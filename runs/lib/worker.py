@@ -155,7 +155,7 @@ class Worker(threading.Thread):
         except Exception:
             self.fail(list(new))
         try:
-            self.decode()
+            self.decode_step()
         except Exception:
             self.fail(list(self.sequences))
 
@@ -248,8 +248,8 @@ class Worker(threading.Thread):
                 self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
                 self.metrics.prefix_cache_hits.inc(num_cached[slot])
 
-    def decode(self) -> None:
-        """Makes one step, and passes its tokens on."""
+    def decode_step(self) -> None:
+        """Makes one step of the decoder, and passes its tokens on."""
         outputs = self.decoder.step()
         if outputs:
             self.failures = 0
