@@ -700,6 +700,16 @@ def test_other_origins_are_refused(chat_server, runs):
     assert serve.Server.check(server, sent, "/v1/models") is None, "behind TLS, with a key beyond ASCII"
 
 
+def test_unknown_fields_are_bounded(monkeypatch, capsys):
+    """The operator hears of each once, and of a few only, whatever a client sends."""
+    monkeypatch.setattr(protocol, "noted", set())
+    for _ in range(2):
+        body = {"messages": HELLO, **{f"{i:05}": 1 for i in range(20_000)}}
+        protocol.read_fields(protocol.ChatFields, json.dumps(body).encode())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == protocol.MAX_UNKNOWN and lines[0] == 'note: requests have a field that is ignored: "00000"'
+
+
 @pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
 @pytest.mark.parametrize("name", sorted(protocol.UNSUPPORTED | protocol.TOOLS))
 def test_fields_that_would_change_the_answer(name, value):

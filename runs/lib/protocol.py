@@ -7,7 +7,6 @@ of a sequence into text, and Answers into JSON. An APIError is what a client get
 import asyncio
 import codecs
 import difflib
-import functools
 import itertools
 import json
 import random
@@ -28,6 +27,8 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
+MAX_UNKNOWN = 50  # fields that are looked at, in a request and in all: a client may send 100,000
+noted: set[str] = set()  # unknown fields that the operator was told of
 MAX_TOP_LOGPROBS = 20  # top tokens beside each token of an answer
 # Fields that a request has in common with engine.Completion.
 SAMPLING = {
@@ -242,17 +243,13 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     known = {*UNSUPPORTED, *TOOLS}
     for name, described in kind.model_fields.items():
         known.update(described.validation_alias.choices if described.validation_alias else [name])
-    for name in sorted(body.keys() - known):
+    for name in sorted(body.keys() - known)[:MAX_UNKNOWN]:
         for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise APIError(400, f"{shorten(name)} is no field of a request; is it {similar}?", name)
-        note_ignored(shorten(name))
+        if name not in noted and len(noted) < MAX_UNKNOWN:
+            noted.add(name)
+            print_note(f"note: requests have a field that is ignored: {shorten(name)}")
     return fields
-
-
-@functools.lru_cache(50)
-def note_ignored(name: str) -> None:
-    """Tells the operator, once, of a field that some client sends."""
-    print_note(f"note: requests have a field that is ignored: {name}")
 
 
 def shorten(value: Any) -> str:
