@@ -111,8 +111,7 @@ class Server(uvicorn.Server):
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
         self.name = args.name or run_dir.resolve().name
-        # Without a GPU a slot costs time even while it is idle.
-        max_num_seqs = args.max_num_seqs or (32 if run.model.embed.is_cuda else 8)
+        max_num_seqs = args.max_num_seqs or (32 if run.model.embed.is_cuda else 8)  # on a CPU idle slots cost time too
         try:
             self.worker = Worker(run.model, self.tokenizer, max_num_seqs, args.max_queue_size, args.compile)
         except (RuntimeError, MemoryError) as error:

@@ -206,9 +206,10 @@ def prefill_inputs(
     prev1_ids = []
     prev2_ids = []
     for start, sequence in zip(num_cached, sequences, strict=True):
-        tokens += sequence[start:]
-        prev1_ids += [0, *sequence[:-1]][start:]
-        prev2_ids += [0, 0, *sequence[:-2]][start : len(sequence)]
+        padded = [0, 0, *sequence]
+        tokens += padded[start + 2 :]
+        prev1_ids += padded[start + 1 : -1]
+        prev2_ids += padded[start:-2]
 
     # Padding is one more sequence; sdpa_attention works in blocks of equal size.
     padded_length = bucket.new if bucket else math.ceil(len(tokens) / 128) * 128
