@@ -111,8 +111,7 @@ class Server(uvicorn.Server):
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
         self.name = args.name or run_dir.resolve().name
-        # Without a GPU a slot costs time even while it is idle.
-        max_num_seqs = args.max_num_seqs or (32 if run.model.embed.is_cuda else 8)
+        max_num_seqs = args.max_num_seqs or (32 if run.model.embed.is_cuda else 8)  # on a CPU idle slots cost time too
         try:
             self.worker = Worker(run.model, self.tokenizer, max_num_seqs, args.max_queue_size, args.compile)
         except (RuntimeError, MemoryError) as error:
@@ -131,7 +130,7 @@ class Server(uvicorn.Server):
         self.paths = {route.path for route in routes}  # labels of /metrics
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, exception_handlers=handlers)
-        app = CORSMiddleware(self.gate, allow_origins=self.origins, allow_methods=["*"], allow_headers=["*"])
+        app = CORSMiddleware(self.check_and_count, allow_origins=self.origins, allow_methods=["*"], allow_headers=["*"])
 
         # The worker is warm before anyone can connect.
         self.worker.start()
@@ -172,8 +171,8 @@ class Server(uvicorn.Server):
             Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
         ]
 
-    async def gate(self, scope, receive, send) -> None:
-        """Counts requests, and keeps out other web pages (see the top) and those without the key."""
+    async def check_and_count(self, scope, receive, send) -> None:
+        """Keeps out other web pages (see the top) and requests without the key, and counts all."""
         path = scope["path"]
         label = path if path in self.paths else "other"
 

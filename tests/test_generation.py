@@ -93,8 +93,8 @@ FAULTS = {
         model, cache, tokens, previous[[0, 0]], positions)),
     "no offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], False)),
     "offset": (kernel, "decode_attention", lambda attention, *args: attention(*args[:-1], True)),
-    "window": (prefill, "plan_ring", lambda plan, slots, num_cached, lengths, window, *more: plan(
-        slots, num_cached, lengths, max(window - 1, 1), *more)),
+    "window": (prefill, "ring_indices", lambda indices, kind, *more: indices(
+        kind._replace(window=max(kind.window - 1, 1)), *more)),
 }  # fmt: skip
 
 
@@ -586,14 +586,6 @@ def test_context_overflow(generator):
     assert completion.tokens == argmax_loop(generator, prompt, 5) and completion.reason == "length"
     with pytest.raises(RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
         generator.generate([[1] * 65], max_tokens=1)
-
-
-def test_logits_processors_of_a_generator(generator):
-    """A bias rules a greedy answer; the next call, without one, gives what the model says."""
-    (prompt,) = random_documents((5,), vocab=290)
-    biased = generator.generate([prompt], max_tokens=4, temperature=0.0, logit_bias={7: 1e4})
-    assert biased == [[7] * 4]
-    assert generator.generate([prompt], max_tokens=4, temperature=0.0) == [argmax_loop(generator, prompt, 4)]
 
 
 # ==== on a GPU

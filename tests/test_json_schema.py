@@ -219,17 +219,15 @@ def test_masks_beside_other_slots(chat_server):
     model, tokenizer = chat_server.worker.model, chat_server.server.tokenizer
 
     def answers(overlap, graphs):
-        decoder = engine.Decoder(model, tokenizer, 3)
+        generator = engine.Generator(model, tokenizer, 3)
+        decoder = generator.decoder = engine.Decoder(model, tokenizer, 3)
         decoder.overlap, decoder.step_graphs = overlap, Recorded() if graphs else None
         every = [engine.Completion([1, 2, i], 9 + 7 * i, seed=i, temperature=float(i % 4 > 0), stop=(9, *range(40, 60)),
                                    logprobs=0, mask=schema and json_schema.Mask.from_schema(schema, vocabulary))
                  for i, schema in enumerate(schemas * 2)]  # fmt: skip
-        waiting = every[::-1]
-        while waiting or decoder.running:
-            idle = [slot for slot in range(3) if slot not in decoder.running]
-            if idle and waiting:
-                decoder.add_requests({slot: waiting.pop() for slot in idle[: len(waiting)]})
-            decoder.step()
+        for _ in generator.run(every):
+            pass
+        assert generator.decoder is decoder
         keys = decoder.step_graphs.recorded if graphs else ()
         return [(c.tokens, c.reason, [entry.logprob for entry in c.token_logprobs]) for c in every], keys
 

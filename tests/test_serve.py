@@ -700,6 +700,16 @@ def test_other_origins_are_refused(chat_server, runs):
     assert serve.Server.check(server, sent, "/v1/models") is None, "behind TLS, with a key beyond ASCII"
 
 
+def test_unknown_fields_are_bounded(monkeypatch, capsys):
+    """The operator hears of each once, and of a few only, whatever a client sends."""
+    monkeypatch.setattr(protocol, "noted", set())
+    for _ in range(2):
+        body = {"messages": HELLO, **{f"{i:05}": 1 for i in range(20_000)}}
+        protocol.read_fields(protocol.ChatFields, json.dumps(body).encode())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == protocol.MAX_UNKNOWN and lines[0] == 'note: requests have a field that is ignored: "00000"'
+
+
 @pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
 @pytest.mark.parametrize("name", sorted(protocol.UNSUPPORTED | protocol.TOOLS))
 def test_fields_that_would_change_the_answer(name, value):
@@ -724,7 +734,7 @@ def test_max_tokens_beyond_the_context(chat_server, base_server):
 # ---- load, disconnects, failures
 
 
-@pytest.mark.parametrize("what", ["preempt", "schedule"])
+@pytest.mark.parametrize("what", ["preempt", "admit"])
 def test_a_dead_model_thread(runs, what, capfd):
     """Whatever fails outside of the model: requests under way and later ones get 503 at once, and it ends cleanly."""
     with Running(runs[True], "--max-num-seqs", "2") as running, ThreadPoolExecutor(1) as pool:
@@ -845,7 +855,7 @@ def test_nothing_is_left_of_requests(chat_server):
 def test_bench(chat_server):
     """Each client asks until it has all its tokens; in a soak some disconnect."""
     command = [sys.executable, ROOT / "dev" / "bench_serve.py", "--port", chat_server.url.rpartition(":")[2], "--smoke"]
-    for flags in ((), ("--soak", "20", "--pid", str(os.getpid()))):
+    for flags in ((), ("--soak", "20")):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(done.stdout.splitlines()[-1])

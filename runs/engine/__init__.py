@@ -20,8 +20,9 @@ Decoder.step gives each running slot a token, in four stages: schedule says whic
 logits, sample picks ids from them, and update reads these ids. prefill and decode are both GPT.trunk(attend), which
 computes everything but attention, with an `attend` that reads and writes the KVCache.
 
-The model is the GPT class of the script that lies in the run directory. This package imports no training script of the
-repository, so a run keeps decoding as it was trained.
+The model is the GPT class of the script that lies in the run directory; its methods forward and trunk say what windows,
+key offset and paired layers are. This package imports no training script of the repository, so a run keeps decoding as
+it was trained.
 
 Letters in shape comments: B slots, S cells of a slot's ring, T new tokens of a prefill, P its packed tokens (old and
 new), N its sequences, D model width, H heads, K head width, V vocabulary (of the tokenizer).

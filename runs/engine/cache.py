@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os.path import commonprefix  # which takes lists of ids too
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,51 +14,49 @@ from engine.completion import Completion
 MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared slot holds them
 
 
+class RingKind(NamedTuple):
+    """What the rings of a layer have in common with those of some other layers."""
+
+    rows: int  # of a token: two in a paired layer, with half of the heads each (see GPT.forward)
+    window: int  # how many rows before its own a row sees
+    size: int  # S, cells of a slot's ring
+
+
 @dataclass
 class KVCache:
     """Keys and values of every attention layer. A slot holds one sequence, in a ring of cells for each layer.
 
-    A ring has cells for the layer's window, not for the whole context: position p of a sequence lies in cell p % S.
-    Keys are stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the
-    next one, or max_len + 1 if that is less.
+    A ring has cells for the layer's window, not for the whole context: row p of a sequence lies in cell p % S. Keys are
+    stored rotated, so their order in the ring does not matter. S is window + 2, for the newest key and the next one, or
+    one more than the longest sequence has rows, if that is less.
 
     In layers with key offset, the second half of a key is that of the token before. So a token writes the first half of
     its key into its own cell, and the second half into the next one. The first token of a text, which has none before
     it, writes its second half into both.
-
-    In paired layers a token has two rows, as GPT.forward says: a ring then holds rows, 2 p and 2 p + 1 of position p,
-    with half of the heads each.
     """
 
     keys: dict[int, Tensor]  # of each layer with attention, (B, S, H, K)
     values: dict[int, Tensor]  # the same
-    ring_sizes: tuple[int, ...]  # S of layers with a short and with a long window, and of paired layers
+    kinds: dict[int, RingKind]  # of each layer with attention
 
     @staticmethod
     def empty(model, num_slots: int, max_len: int) -> KVCache:
         """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
-        max_rows = (max_len, max_len, 2 * max_len)  # of a sequence
-        pairs = zip(ring_windows(model), max_rows, strict=True)
-        ring_sizes = tuple(min(window + 2, count + 1) for window, count in pairs)
-        keys = {}
-        values = {}
+        cache = KVCache({}, {}, {})
         for layer in config.attention_layers:
-            heads = config.num_heads // (1 + (layer in config.paired_layers))
-            shape = (num_slots, ring_sizes[ring_kind(config, layer)], heads, config.head_dim)
-            keys[layer] = model.embed.new_zeros(shape)
-            values[layer] = model.embed.new_zeros(shape)
-        return KVCache(keys, values, ring_sizes)
+            rows = 2 if layer in config.paired_layers else 1
+            window = rows * model.windows[layer in config.long_layers]
+            kind = RingKind(rows, window, size=min(window + 2, rows * max_len + 1))
+            shape = (num_slots, kind.size, config.num_heads // rows, config.head_dim)
+            cache.keys[layer] = model.embed.new_zeros(shape)
+            cache.values[layer] = model.embed.new_zeros(shape)
+            cache.kinds[layer] = kind
+        return cache
 
     def rings(self) -> list[Tensor]:
         """The rings of keys of all layers, then those of values."""
         return [*self.keys.values(), *self.values.values()]
-
-    def first_slots(self, count: int) -> KVCache:
-        """The first slots, in the same memory."""
-        keys = {layer: ring[:count] for layer, ring in self.keys.items()}
-        values = {layer: ring[:count] for layer, ring in self.values.items()}
-        return KVCache(keys, values, self.ring_sizes)
 
     def clear(self, slots: list[int]) -> None:
         """Zeroes slots. Old keys are masked, but infinities and NaN would get through a mask."""
@@ -75,16 +74,6 @@ class KVCache:
             source = to_device(list(sources.values()), rings[0].device)
             for ring in rings:
                 ring[target] = ring[source]
-
-
-def ring_windows(model) -> tuple[int, int, int]:
-    """How many rows back a layer sees: with a short and with a long window, and a paired one."""
-    return (*model.windows, 2 * model.config.window_short)
-
-
-def ring_kind(config, layer: int) -> int:
-    """Which of ring_windows and KVCache.ring_sizes a layer has."""
-    return 2 if layer in config.paired_layers else int(layer in config.long_layers)
 
 
 def to_device(array, device: torch.device) -> Tensor:
@@ -132,26 +121,25 @@ class PrefixCache:
         if not self.shared:
             return []
         new_prefixes = []
-        sources = set()
+        sources = set()  # they are copied once all plans are made, so no other prefix may take their place
         sequences = self.tokens[: self.num_slots]  # what slots hold, then the new sequences before this one
         for plan in plans:
             source = max(self.shared, key=lambda slot: self.match(slot, plan.ids))
-            num_matched = self.match(source, plan.ids)
+            num_cached = self.match(source, plan.ids)
 
             # If another sequence has many more ids in common, these become a shared prefix of their own.
             num_common = max(len(commonprefix([plan.ids, other])) for other in sequences)
             sequences.append(plan.completion.all_tokens())
             oldest = self.shared[0]
-            is_longer = num_common >= max(plan.num_cached, num_matched) + MIN_SHARED_PREFIX
-            if is_longer and oldest not in sources:  # a slot that is about to be copied stays
+            if num_common >= max(plan.num_cached, num_cached) + MIN_SHARED_PREFIX and oldest not in sources:
                 source = oldest
-                num_matched = num_common
+                num_cached = num_common
                 self.tokens[source] = plan.ids[:num_common]
                 new_prefixes.append(SlotPlan(source, self.tokens[source]))
 
-            if num_matched > plan.num_cached:
+            if num_cached > plan.num_cached:
                 plan.source = source
-                plan.num_cached = num_matched
+                plan.num_cached = num_cached
                 sources.add(source)
                 self.shared.remove(source)
                 self.shared.append(source)  # the most recently used

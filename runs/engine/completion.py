@@ -77,13 +77,13 @@ class Completion:
 
     def all_tokens(self) -> list[int]:
         """The prompt and the answer so far."""
-        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+        return [*self.prompt, *self.tokens]
 
     def input_token(self) -> int:
         """The id that the next step feeds to the model: the last one so far."""
         return (self.tokens or self.prompt)[-1]
 
-    def cached_tokens(self) -> list[int]:
+    def prefill_tokens(self) -> list[int]:
         """The ids before the input token, whose keys and values a step finds in the cache."""
         return self.all_tokens()[:-1]
 
@@ -94,22 +94,18 @@ class Completion:
         Returns: the id that was added; None if a stop token was sampled
         Raises:  RunError if the sampled id is INVALID_TOKEN
         """
-        if self.tool_output:
-            return self.add(self.tool_output.pop(0), is_forced=True)
-        if sampled == INVALID_TOKEN:
+        is_forced = bool(self.tool_output)
+        token = self.tool_output.pop(0) if is_forced else sampled
+        if token == INVALID_TOKEN:
             raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
-        if sampled == tokenizer.bos_id or sampled in self.stop:
+        if not is_forced and (token == tokenizer.bos_id or token in self.stop):
             # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
             is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))
             self.reason = "stop" if is_whole else "length"
-            self.stop_token = sampled
+            self.stop_token = token
             return None
-        if self.tools and tool_ids:
-            self.follow_tool_call(sampled, tokenizer, tool_ids)
-        return self.add(sampled, is_forced=False)
-
-    def add(self, token: int, is_forced: bool) -> int:
-        """Adds an id, which may be the last one that fits, and returns it."""
+        if self.tools and tool_ids and not is_forced:
+            self.follow_tool_call(token, tokenizer, tool_ids)
         self.tokens.append(token)
         self.forced.append(is_forced)
         if len(self.tokens) == self.max_tokens:

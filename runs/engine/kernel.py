@@ -54,10 +54,12 @@ def use_triton(x: Tensor) -> bool:
 def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
     """Writes a key and a value into each ring, and returns what the query finds there.
 
-    Args:    q, k, v (B, H, K), q carries the scale; keys, values (B, S, H, K), written in place;
+    Args:    q, k, v (B, H, K), q carries the scale; keys, values (B or more, S, H, K), written in place;
              positions int (B,), -1 for idle slots; offset: whether the layer has a key offset
     Returns: (B, H, K)
     """
+    keys = keys[: len(q)]  # without the slots of shared prefixes
+    values = values[: len(q)]
     ring_size = keys.size(1)
     width = keys.size(3)
     slot = torch.arange(len(q), device=q.device)

@@ -103,7 +103,10 @@ def load_model(script: ModuleType, config, checkpoint: Path, device: torch.devic
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of a name, or the best there is. Raises: RunError if this machine or this PyTorch lacks it"""
+    """The device of a name, or the best there is, under torchrun the rank's GPU.
+
+    Raises: RunError if this machine or this PyTorch lacks it
+    """
     if name is None and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.set_num_threads(1)  # spinning OpenMP threads slow down other runs on the host

@@ -1,6 +1,6 @@
 """Prefill: all new ids of several sequences in one packed pass through the model.
 
-The host plans with numpy (prefill_inputs), one copy brings the plan to the device, and run_prefill follows it there.
+The host computes indices with numpy (prefill_inputs), one copy brings them to the device, and run_prefill reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache import KVCache, SlotPlan, ring_kind, ring_windows, to_device
+from engine.cache import KVCache, RingKind, SlotPlan, to_device
 
 # ==== Batches and buckets
 
@@ -61,11 +61,11 @@ def choose_bucket(
     return PrefillBucket(max_sequences, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
-# ==== The host's plan
+# ==== What the host prepares
 
 
-class RingPlan(NamedTuple):
-    """How a prefill reads and writes the rings of all layers that have one window.
+class RingIndices(NamedTuple):
+    """Where a prefill reads and writes the rings of all layers of one kind.
 
     An example with a window of 3, so rings of 5 cells. The cache holds 5 tokens of sequence A, which gets 2 more, and
     1 token of sequence B, which gets 2. Old keys come from the ring, new ones from the layer:
@@ -79,7 +79,8 @@ class RingPlan(NamedTuple):
         cell     0    1    2    3    4
                 A5*  A6*   .   A3   A4         first_new_cells: 0, lookahead_cells: 2 (free for the key of A7)
 
-    Integer arrays, later tensors on the device. Cells are numbered over all slots of the cache, S for each.
+    Integer arrays, later tensors on the device; rows in place of tokens in a paired layer. Cells are numbered over all
+    slots of the cache, S for each.
     """
 
     packed_positions: Any  # (P,) of each packed token in its packed sequence
@@ -119,11 +120,11 @@ class PrefillInputs(NamedTuple):
     positions: Any  # (T,)
     first_new: Any  # (N,) index of each sequence's first new id among the T
     last_new: Any  # (N,)
-    plans: tuple[RingPlan, ...]  # of layers with a short and with a long window, and of paired ones if there are any
+    rings: dict[RingKind, RingIndices]
 
     def arrays(self) -> list:
         """All arrays, in a fixed order."""
-        return list(itertools.chain(self[:-1], *self.plans))
+        return list(itertools.chain(self[:-1], *self.rings.values()))
 
     def flat(self) -> Tensor:
         """All arrays in one, so that one copy brings them to the device."""
@@ -131,22 +132,23 @@ class PrefillInputs(NamedTuple):
 
     def views(self, flat: Tensor) -> PrefillInputs:
         """These inputs as views of a tensor that holds what flat() gave."""
-        views = flat.split([len(array) for array in self.arrays()])
-        own = len(self) - 1
-        rest = iter(views[own:])
-        plans = tuple(RingPlan(*itertools.islice(rest, len(plan))) for plan in self.plans)
-        return PrefillInputs(*views[:own], plans)
+        views = iter(flat.split([len(array) for array in self.arrays()]))
+        own = list(itertools.islice(views, len(self) - 1))
+        rings = {kind: RingIndices(*itertools.islice(views, len(ring))) for kind, ring in self.rings.items()}
+        return PrefillInputs(*own, rings)
 
 
-def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: PrefillBucket | None) -> RingPlan:
-    """The plan for rings of one window, in arrays, as long as a bucket says if there is one.
+def ring_indices(kind: RingKind, slots, num_cached, lengths, bucket: PrefillBucket | None) -> RingIndices:
+    """The indices of one kind of rings, in arrays, as long as a bucket says if there is one.
 
     Args:  slots, num_cached, lengths (N + 1,) int64 arrays: slot of each sequence, how many of its tokens the slot
            holds, and how many it has. The last sequence is padding, which is never stored.
     """
-    num_old = np.minimum(num_cached, window)  # older keys are out of sight
+    num_cached = kind.rows * num_cached
+    lengths = kind.rows * lengths
+    num_old = np.minimum(num_cached, kind.window)  # older keys are out of sight
     if bucket:
-        num_old[-1] = bucket.old - num_old[:-1].sum()  # padding, which reads whatever lies in its slot
+        num_old[-1] = kind.rows * bucket.old - num_old[:-1].sum()  # padding, which reads whatever lies in its slot
     packed_lengths = num_old + lengths - num_cached
     cu_seqlens = np.cumsum([0, *packed_lengths])
 
@@ -156,22 +158,14 @@ def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: P
     packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
     positions = packed_positions + (num_cached - num_old)[sequence]
     is_old = packed_positions < num_old[sequence]
-    cells = slots[sequence] * ring_size + positions % ring_size
+    cells = slots[sequence] * kind.size + positions % kind.size
 
     # The ring keeps the last S - 1 tokens; one cell stays free for the next token.
     new_sequence = sequence[~is_old]
-    is_recent = positions[~is_old] > lengths[new_sequence] - ring_size
+    is_recent = positions[~is_old] > lengths[new_sequence] - kind.size
     is_padding = new_sequence == len(slots) - 1
     kept_new = (is_recent & ~is_padding).nonzero()[0]
-    first_new_cells = (slots * ring_size + num_cached % ring_size)[:-1]
-    lookahead_cells = (slots * ring_size + lengths % ring_size)[:-1]
-    if bucket:
-        kept_new = repeat_first(kept_new, bucket.new)
-        first_new_cells = repeat_first(first_new_cells, bucket.sequences)
-        lookahead_cells = repeat_first(lookahead_cells, bucket.sequences)
-        cu_seqlens = np.pad(cu_seqlens, (0, bucket.sequences + 2 - len(cu_seqlens)), mode="edge")
-
-    return RingPlan(
+    indices = RingIndices(
         packed_positions=packed_positions,
         cu_seqlens=cu_seqlens,
         old_index=is_old.nonzero()[0],
@@ -179,8 +173,17 @@ def plan_ring(slots, num_cached, lengths, window: int, ring_size: int, bucket: P
         old_cells=cells[is_old],
         kept_new=kept_new,
         kept_cells=cells[~is_old][kept_new],
-        first_new_cells=first_new_cells,
-        lookahead_cells=lookahead_cells,
+        first_new_cells=(slots * kind.size + num_cached % kind.size)[:-1],
+        lookahead_cells=(slots * kind.size + lengths % kind.size)[:-1],
+    )
+    if not bucket:
+        return indices
+    return indices._replace(
+        cu_seqlens=np.pad(cu_seqlens, (0, bucket.sequences + 2 - len(cu_seqlens)), mode="edge"),
+        kept_new=repeat_first(indices.kept_new, kind.rows * bucket.new),
+        kept_cells=repeat_first(indices.kept_cells, kind.rows * bucket.new),
+        first_new_cells=repeat_first(indices.first_new_cells, bucket.sequences),
+        lookahead_cells=repeat_first(indices.lookahead_cells, bucket.sequences),
     )
 
 
@@ -193,19 +196,20 @@ def prefill_inputs(
     model, cache: KVCache, slots: list[int], num_cached: list[int], sequences: list[list[int]],
     bucket: PrefillBucket | None = None,
 ) -> PrefillInputs:  # fmt: skip
-    """Plans a prefill on the host.
+    """What run_prefill reads, in int64 arrays of numpy.
 
-    Args:    model, cache, slots, num_cached, sequences as of prefill; bucket with the lengths to pad to
-    Returns: int64 arrays of numpy; without a bucket T is padded to a multiple of 128
+    Args: model, cache, slots, num_cached, sequences as of prefill; bucket with the lengths to pad to, by default T is
+          padded to a multiple of 128
     """
     # The new ids of all sequences, and the two ids before each; 0 before a sequence, where no layer reads it.
     tokens = []
     prev1_ids = []
     prev2_ids = []
     for start, sequence in zip(num_cached, sequences, strict=True):
-        tokens += sequence[start:]
-        prev1_ids += [0, *sequence[:-1]][start:]
-        prev2_ids += [0, 0, *sequence[:-2]][start : len(sequence)]
+        padded = [0, 0, *sequence]
+        tokens += padded[start + 2 :]
+        prev1_ids += padded[start + 1 : -1]
+        prev2_ids += padded[start:-2]
 
     # Padding is one more sequence; sdpa_attention works in blocks of equal size.
     padded_length = bucket.new if bucket else math.ceil(len(tokens) / 128) * 128
@@ -214,16 +218,7 @@ def prefill_inputs(
     starts_N1 = np.array([*num_cached, 0])
     ends_N1 = np.array([*map(len, sequences), padding])
     positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
-    plans = [
-        plan_ring(slots_N1, starts_N1, ends_N1, window, ring_size, bucket)
-        for window, ring_size in zip(model.windows, cache.ring_sizes[:2], strict=True)
-    ]
-    if model.config.paired_layers:  # which have two rows a token
-        if bucket:
-            bucket = bucket._replace(new=2 * bucket.new, old=2 * bucket.old)
-        window = ring_windows(model)[2]
-        plans.append(plan_ring(slots_N1, 2 * starts_N1, 2 * ends_N1, window, cache.ring_sizes[2], bucket))
-
+    kinds = sorted(set(cache.kinds.values()))
     cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])  # where the new ids of each sequence begin and end
     num_sequences = bucket.sequences if bucket else len(slots)
     return PrefillInputs(
@@ -233,50 +228,49 @@ def prefill_inputs(
         positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
         first_new=repeat_first(cu_new[:-2], num_sequences),
         last_new=repeat_first(cu_new[1:-1] - 1, num_sequences),
-        plans=tuple(plans),
+        rings={kind: ring_indices(kind, slots_N1, starts_N1, ends_N1, bucket) for kind in kinds},
     )
 
 
 # ==== The device's work
 
 
-def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_lengths: list[int], layer_weights=None) -> Tensor:
+def run_prefill(model, cache: KVCache, inputs: PrefillInputs, max_length: int, layer_weights=None) -> Tensor:
     """The work of a prefill on the device.
 
-    Args:    inputs as tensors on the device; max_lengths: upper bounds for the packed sequences of each plan;
-             layer_weights as of prefill
+    Args:    inputs as tensors on the device; max_length: upper bound for packed sequences, in tokens; layer_weights as
+             of prefill
     Returns: hidden states (T, D)
     """
     config = model.config
     half = config.head_dim // 2
     is_first_T11 = (inputs.positions == 0)[:, None, None]
-    attentions = []
-    for window, plan, max_length in zip(ring_windows(model), inputs.plans, max_lengths, strict=False):
-        attention = model.attention((window,), plan.packed_positions, plan.cu_seqlens.int(), max_length)
-        attentions.append(attention)
+    attentions = {}
+    for kind, ring in inputs.rings.items():
+        sizes = (ring.cu_seqlens.int(), kind.rows * max_length)
+        attentions[kind] = model.attention((kind.window,), ring.packed_positions, *sizes)
 
     def attend(layer, q, k, v):  # (T, H, K) -> (T, H, K)
-        shape = q.shape
-        kind = ring_kind(config, layer)
-        plan = inputs.plans[kind]
+        kind = cache.kinds[layer]
+        ring = inputs.rings[kind]
         keys = cache.keys[layer].flatten(0, 1)
         values = cache.values[layer].flatten(0, 1)
-        if layer in config.paired_layers:
-            q, k, v = (x.reshape(-1, *keys.shape[1:]) for x in (q, k, v))
+        shape = q.shape
+        q, k, v = (x.reshape(-1, *keys.shape[1:]) for x in (q, k, v))  # two rows a token in a paired layer
 
         has_offset = layer in config.key_offset_layers
         if has_offset:
             last_keys = k[inputs.last_new]
             prev_keys = torch.cat((k[:1], k[:-1]))
             # The second half of a sequence's first new key is in its cell already: the token before it wrote it there.
-            prev_keys[inputs.first_new] = keys[plan.first_new_cells]
+            prev_keys[inputs.first_new] = keys[ring.first_new_cells]
             k = model.offset_keys(k, prev_keys, is_first_T11)
 
-        y = plan.attend(attentions[kind], q, k, v, keys, values)
-        keys[plan.kept_cells] = k[plan.kept_new]
-        values[plan.kept_cells] = v[plan.kept_new]
+        y = ring.attend(attentions[kind], q, k, v, keys, values)
+        keys[ring.kept_cells] = k[ring.kept_new]
+        values[ring.kept_cells] = v[ring.kept_new]
         if has_offset:
-            keys[plan.lookahead_cells, :, half:] = last_keys[:, :, half:]
+            keys[ring.lookahead_cells, :, half:] = last_keys[:, :, half:]
         return y.reshape(shape)
 
     prev_ids_2T = torch.stack((inputs.prev1_ids, inputs.prev2_ids))
@@ -295,6 +289,6 @@ def prefill(
     Returns: hidden states of the new ids of all sequences in turn, and of some padding (T, D)
     """
     inputs = prefill_inputs(model, cache, slots, num_cached, sequences)
-    max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]
+    max_length = max(int(np.diff(ring.cu_seqlens).max()) // kind.rows for kind, ring in inputs.rings.items())
     on_device = inputs.views(to_device(inputs.flat(), model.embed.device))
-    return run(model, cache, on_device, max_lengths, layer_weights)
+    return run(model, cache, on_device, max_length, layer_weights)

@@ -76,7 +76,7 @@ class InputBatch:
 
     def set_slots(self, completions: dict[int, Completion]) -> None:
         """Sets slots so that the last id of each sequence is the input token of the next step."""
-        integers = []
+        integers = []  # of each slot, in the order of the tensors above
         numbers = []
         for c in completions.values():
             ids = c.all_tokens()

@@ -137,7 +137,7 @@ class Decoder:
            model's context; prefix_slots: slots of the cache beside num_slots, for prefixes that several prompts share
     """
 
-    def __init__(self, model, tokenizer, num_slots: int, max_len: int = 0, compile: bool = False,
+    def __init__(self, model, tokenizer, num_slots: int, max_len: int | None = None, compile: bool = False,
                  prefix_slots: int = 0):  # fmt: skip
         device = model.embed.device
         cuda = device.type == "cuda"
@@ -154,7 +154,6 @@ class Decoder:
             self.layer_weights = model.layer_weights()
 
         self.cache = KVCache.empty(model, num_slots + prefix_slots, self.max_len)
-        self.decode_cache = self.cache.first_slots(num_slots)
         self.prefix_cache = PrefixCache(num_slots, prefix_slots)
         self.batch = InputBatch(num_slots, tokenizer.vocab_size, device)
         self.running: dict[int, Completion] = {}  # by slot; the other slots are idle
@@ -195,7 +194,7 @@ class Decoder:
         for slot, completion in completions.items():
             assert slot not in self.running, f"slot {slot} is taken"
             completion.fit(self.max_len)
-            plan = SlotPlan(slot, completion.cached_tokens(), completion=completion)
+            plan = SlotPlan(slot, completion.prefill_tokens(), completion=completion)
             plans.append(plan)
             if not completion.prompt_logprobs:  # they need all of the prompt's hidden states
                 plan.num_cached = self.prefix_cache.match(slot, plan.ids)
@@ -219,10 +218,10 @@ class Decoder:
         self.cache.clear([plan.slot for plan in plans if plan.num_cached == 0])
         for plan in plans:
             self.prefix_cache.tokens[plan.slot] = []  # should the prefill fail
-        for batch in prefill_batches(plans, self.max_prefill_tokens):
-            hidden_TD = self.prefill_batch(batch)
+        for together in prefill_batches(plans, self.max_prefill_tokens):
+            hidden_TD = self.prefill_batch(together)
             start = 0  # of a sequence's new ids
-            for plan in batch:
+            for plan in together:
                 end = start + len(plan.ids) - plan.num_cached
                 if plan.completion and plan.completion.prompt_logprobs:
                     self.compute_prompt_logprobs(plan.completion, hidden_TD[start:end])
@@ -249,9 +248,7 @@ class Decoder:
             self.graph_inputs[bucket] = (flat, inputs.views(flat))
         flat, on_device = self.graph_inputs[bucket]
         flat.copy_(inputs.flat(), non_blocking=True)
-        max_length = bucket.new + bucket.old
-        max_lengths = [max_length, max_length, 2 * max_length]
-        arguments = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
+        arguments = (self.model, self.cache, on_device, bucket.new + bucket.old, self.layer_weights)
         return self.prefill_graphs.run(bucket, self.run_prefill, *arguments)
 
     def compute_prompt_logprobs(self, completion: Completion, hidden_TD: Tensor) -> None:
@@ -283,19 +280,15 @@ class Decoder:
             current = self.sample(self.running, self.execute_model())
         self.force_tool_outputs(current)
 
-        scheduled = self.schedule(current) if self.overlap else {}
-        if not scheduled:
-            return self.update(current)
-        logits = self.execute_model()
-        if not self.mode.masks:
-            self.pending = self.sample(scheduled, logits)
-            return self.update(current)
-
-        # A mask says which ids may follow those of this step, so sampling waits until they are read.
+        following = self.schedule(current) if self.overlap else {}
+        logits = self.execute_model() if following else None
+        masks = self.mode.masks  # they say which ids may follow those of this step, so sampling waits for these
+        if following and not masks:
+            self.pending = self.sample(following, logits)
         outputs = self.update(current)
-        scheduled = {slot: completion for slot, completion in scheduled.items() if not completion.reason}
-        if scheduled:
-            self.pending = self.sample(scheduled, logits)
+        following = {slot: completion for slot, completion in following.items() if not completion.reason}
+        if following and masks:
+            self.pending = self.sample(following, logits)
         return outputs
 
     def force_tool_outputs(self, current: PendingStep) -> None:
@@ -319,7 +312,7 @@ class Decoder:
     def execute_model(self) -> Tensor:
         """The logits (B, V) after the input tokens, before masks and processors. The next call may overwrite them."""
         batch = self.batch
-        inputs = (self.decode_cache, batch.tokens, batch.prev_ids, batch.positions, self.layer_weights)
+        inputs = (self.cache, batch.tokens, batch.prev_ids, batch.positions, self.layer_weights)
         logits = self.run_graph("logits", self.decode, self.model, *inputs)
         return logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
 

@@ -110,16 +110,15 @@ class Mask:
         self.num_read = len(tokens)
 
         allowed = np.frombuffer(bytearray(self.matcher.compute_logit_bias()), np.uint8)
-        end = ""
+        ending = allowed
         if self.string_start is not None:
             length = len(tokens) - self.string_start
             if length > num_left // self.num_strings and not self.is_escaped:
-                end = "string"
+                ending = allowed * self.ending_ids["string"]
         elif self.num_digits >= MAX_DIGITS:
-            end = "number"
+            ending = allowed * self.ending_ids["number"]
         elif num_left < min(MAX_ENDING, (len(tokens) + num_left) // 4) + 2 * self.depth:
-            end = "bracket"
-        ending = allowed * self.ending_ids[end] if end else allowed
+            ending = allowed * self.ending_ids["bracket"]
         return ending if ending.any() else allowed
 
     def read(self, text: bytes, index: int) -> None:

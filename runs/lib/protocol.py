@@ -27,9 +27,9 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
+MAX_UNKNOWN = 50  # fields that are looked at, in a request and in all: a client may send 100,000
+noted: set[str] = set()  # unknown fields that the operator was told of
 MAX_TOP_LOGPROBS = 20  # top tokens beside each token of an answer
-MAX_NOTES = 50  # about fields that are not known
-noted: set[str] = set()
 # Fields that a request has in common with engine.Completion.
 SAMPLING = {
     "temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"
@@ -66,6 +66,12 @@ class Sequence:
     num_cached: int | None = None  # token ids of the prompt that were in the cache; None: it had no slot yet
     deltas: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
     reason: str = ""  # why it ended: "stop" or "length"
+
+    # What the client of a stream has of it.
+    end_sent: bool = False  # the reason why it ended
+    num_logprobs_sent: int = 0  # logprobs of so many tokens
+    text_sent: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    text_offset: int = 0  # characters of these tokens
 
     def add_output(self, output: engine.StepOutput) -> None:
         """Turns the token of a step into text. A stop string ends the answer."""
@@ -164,7 +170,7 @@ class Message(BaseModel, strict=True):
 
 
 class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
-    """What requests for answers have in common. Fields that are not here are ignored, as check_unknown says."""
+    """What requests for answers have in common. Fields that are not here are ignored, but for near misses."""
 
     model: str = ""
     temperature: float = Field(engine.Completion.temperature, ge=0, le=2)
@@ -217,37 +223,33 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     """The fields of a request from its JSON. Raises: APIError, about the first that is wrong or not supported"""
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
-        if isinstance(body, dict):  # null is as good as none
-            body = {name: value for name, value in body.items() if value is not None}
+    except ValueError as error:
+        raise APIError(400, f"the request is not valid JSON ({error})") from None
+    if isinstance(body, dict):  # null is as good as none
+        body = {name: value for name, value in body.items() if value is not None}
+    try:
         fields = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    except ValueError as error:
-        raise APIError(400, f"the request is not valid JSON ({error})") from None
-    else:
-        for name, harmless in (UNSUPPORTED | TOOLS).items():
-            value = body.get(name)
-            if value and value not in harmless:
-                advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
-                raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
-        check_unknown(kind, body)
-        return fields
-    name = ".".join(map(str, first["loc"]))
-    value = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
-    raise APIError(400, f"{name or 'the request'}: {first['msg']}{value}", name)
+        name = ".".join(map(str, first["loc"]))
+        value = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
+        raise APIError(400, f"{name or 'the request'}: {first['msg']}{value}", name) from None
 
-
-def check_unknown(kind: type[BaseModel], body: dict) -> None:
-    """Notes fields that are ignored, each once. Raises: APIError, if one is nearly that of a known field"""
+    for name, harmless in (UNSUPPORTED | TOOLS).items():
+        value = body.get(name)
+        if value and value not in harmless:
+            advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
+            raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
     known = {*UNSUPPORTED, *TOOLS}
     for name, described in kind.model_fields.items():
         known.update(described.validation_alias.choices if described.validation_alias else [name])
-    for name in sorted(body.keys() - known)[:MAX_NOTES]:
+    for name in sorted(body.keys() - known)[:MAX_UNKNOWN]:
         for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise APIError(400, f"{shorten(name)} is no field of a request; is it {similar}?", name)
-        if name not in noted and len(noted) < MAX_NOTES:
+        if name not in noted and len(noted) < MAX_UNKNOWN:
             noted.add(name)
             print_note(f"note: requests have a field that is ignored: {shorten(name)}")
+    return fields
 
 
 def shorten(value: Any) -> str:
@@ -384,21 +386,15 @@ class Protocol:
 # ---- answers
 
 
-@dataclass
-class Sent:
-    """What the client of a stream has of one answer."""
-
-    ended: bool = False  # whether it knows why the answer ended
-    num_logprobs: int = 0  # tokens whose logprobs were sent
-    text_offset: int = 0  # characters before the next of these tokens
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+def server_sent_event(body: dict) -> str:
+    return f"data: {json.dumps(body)}\n\n"
 
 
 class Answers:
     """The JSON of the answers to one request.
 
     A subclass has the form of an endpoint, as parts of a choice: content(text) a complete answer; delta(text, part)
-    what is new in a stream, without arguments nothing; logprobs_json(sent, tokens) the logprobs of the next tokens,
+    what is new in a stream, without arguments nothing; logprobs_json(sequence, tokens) the logprobs of the next tokens,
     pairs of an id and its engine.TokenLogprob.
     """
 
@@ -406,16 +402,13 @@ class Answers:
         self.request = request
         self.tokenizer = tokenizer
         self.with_usage = request.fields.stream_options.get("include_usage")  # in a stream
-        self.sent = [Sent() for _ in request.sequences]
         self.head = {
             "id": f"{self.id_prefix}-{random.getrandbits(96):024x}",
             "object": self.stream_object if request.fields.stream else self.object,
             "created": int(time.time()),
             "model": model,
         }
-        # The beginning of every event of a stream.
-        head = self.head | {"usage": None} if self.with_usage else self.head
-        self.event_start = f"data: {json.dumps(head)[:-1]}, "
+        self.event_head = self.head | {"usage": None} if self.with_usage else self.head
 
     def first_events(self) -> str:
         """The events of a stream before the first token."""
@@ -444,11 +437,10 @@ class Answers:
                 text = ""
                 await self.request.wait()
         except APIError as error:
-            yield f"data: {json.dumps(error.body)}\n\n"
+            yield server_sent_event(error.body)
             return
         if self.with_usage:
-            body = self.head | {"choices": [], "usage": self.usage()}
-            text += f"data: {json.dumps(body)}\n\n"
+            text += server_sent_event(self.head | {"choices": [], "usage": self.usage()})
         yield f"{text}data: [DONE]\n\n"
 
     def new_events(self, sequence: Sequence) -> str:
@@ -459,16 +451,14 @@ class Answers:
         for part, group in itertools.groupby(deltas, key=lambda delta: delta[0]):
             delta = self.delta("".join(text for _, text in group), part)
             events.append(self.event(sequence, delta, self.new_logprobs(sequence)))
-        sent = self.sent[sequence.index]
-        if reason and not sent.ended:
-            sent.ended = True
+        if reason and not sequence.end_sent:
+            sequence.end_sent = True
             events.append(self.event(sequence, self.delta(), self.new_logprobs(sequence), reason))
         return "".join(events)
 
     def event(self, sequence: Sequence, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> str:
-        """One server-sent event, which ends with an empty line."""
         choice = {"index": sequence.index, **delta, "logprobs": logprobs, "finish_reason": reason}
-        return f'{self.event_start}"choices": [{json.dumps(choice)}]}}\n\n'
+        return server_sent_event(self.event_head | {"choices": [choice]})
 
     def usage(self) -> dict:
         """Tokens of the request. A prompt counts once, however many answers it has."""
@@ -492,11 +482,11 @@ class Answers:
         if completion.prompt_logprobs:
             ids = completion.prompt + ids
             logprobs = completion.prompt_token_logprobs + logprobs
-        sent = self.sent[sequence.index]
         # The model's thread continues meanwhile: a token may be there before its logprob.
-        tokens = list(zip(ids[sent.num_logprobs :], logprobs[sent.num_logprobs :], strict=False))
-        sent.num_logprobs += len(tokens)
-        return self.logprobs_json(sent, tokens)
+        start = sequence.num_logprobs_sent
+        tokens = list(zip(ids[start:], logprobs[start:], strict=False))
+        sequence.num_logprobs_sent += len(tokens)
+        return self.logprobs_json(sequence, tokens)
 
     def text_of(self, token: int) -> str:
         """The text of one token; bytes of an incomplete character become U+FFFD."""
@@ -524,7 +514,7 @@ class ChatAnswers(Answers):
         role = {"delta": {"content": "", "role": "assistant"}}
         return "".join(self.event(sequence, role) for sequence in self.request.sequences)
 
-    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
+    def logprobs_json(self, sequence: Sequence, tokens: list) -> dict:
         content = []
         for token, entry in tokens:
             top = [self.logprob_json(other, logprob) for other, logprob in entry.top[: self.request.logprobs]]
@@ -548,7 +538,7 @@ class TextAnswers(Answers):
     def delta(self, text: str = "", part: str = "") -> dict:
         return {"text": text}
 
-    def logprobs_json(self, sent: Sent, tokens: list) -> dict:
+    def logprobs_json(self, sequence: Sequence, tokens: list) -> dict:
         """The first token of a prompt has no logprob."""
         result = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in tokens:
@@ -561,8 +551,8 @@ class TextAnswers(Answers):
             result["tokens"].append(text)
             result["token_logprobs"].append(entry.logprob if entry else None)
             result["top_logprobs"].append(top)
-            result["text_offset"].append(sent.text_offset)
+            result["text_offset"].append(sequence.text_offset)
             if token not in self.tokenizer.specials.values():
                 # Tokens that hold parts of a character add it with the last of them.
-                sent.text_offset += len(sent.decoder.decode(self.tokenizer.bytes[token]))
+                sequence.text_offset += len(sequence.text_sent.decode(self.tokenizer.bytes[token]))
         return result

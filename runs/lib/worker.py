@@ -5,7 +5,6 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 
 import engine
@@ -25,6 +24,7 @@ class Metrics:
 
     def __init__(self, worker: "Worker"):
         self.registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self.registry)  # process_cpu_seconds_total and others
         own = {"namespace": "decoderstack", "registry": self.registry}
         counter = partial(prometheus.Counter, **own)
         self.requests = counter("http_requests", "Requests by path and status", ("path", "status"))
@@ -148,19 +148,27 @@ class Worker(threading.Thread):
         self.release_finished()
         with self.wake:
             self.preempt()
-            new = self.schedule()
-        if new:
-            self.guard(lambda: self.add_sequences(new), new)
-        self.guard(self.decode, self.sequences)
-
-    def guard(self, work: Callable, sequences: dict[int, Sequence]) -> None:
-        """Runs work(). If it fails, the requests of these sequences get an error, and the server continues."""
+            new = self.admit()
         try:
-            work()
+            if new:
+                self.add_sequences(new)
         except Exception:
-            self.failures += 1
-            traceback.print_exc()
-            self.fail(list(sequences))
+            self.fail(list(new))
+        try:
+            self.decode_step()
+        except Exception:
+            self.fail(list(self.sequences))
+
+    def fail(self, slots: list[int]) -> None:
+        """Logs the exception of the model, and ends what is in these slots with an error; the server continues."""
+        traceback.print_exc()
+        self.failures += 1
+        requests = {self.sequences[slot].request for slot in slots}
+        for slot in slots:
+            with contextlib.suppress(Exception):  # the device may no longer work
+                self.decoder.evict(slot)
+            self.release(slot)
+        self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
     # -- slots
 
@@ -188,7 +196,7 @@ class Worker(threading.Thread):
             self.queue[largest] = None
             self.metrics.preemptions.inc()
 
-    def schedule(self) -> dict[int, Sequence]:
+    def admit(self) -> dict[int, Sequence]:
         """Chooses slots for waiting sequences.
 
         The request with the fewest slots is next, and of these the one that came first. A sequence gets the idle slot
@@ -203,7 +211,7 @@ class Worker(threading.Thread):
             sequence = request.waiting.popleft()
             if not request.waiting:
                 del self.queue[request]
-            ids = sequence.completion.cached_tokens()
+            ids = sequence.completion.prefill_tokens()
             num_cached = {slot: self.decoder.prefix_cache.match(slot, ids) for slot in self.idle_slots}
             slot = max(num_cached, key=num_cached.get)  # the first of equal ones
             num_tokens += len(ids) + 1 - num_cached[slot]
@@ -235,13 +243,13 @@ class Worker(threading.Thread):
         """Prefills sequences in their slots."""
         num_cached = self.decoder.add_requests({slot: sequence.completion for slot, sequence in new.items()})
         for slot, sequence in new.items():
-            if sequence.num_cached is None:  # it is not one that was preempted
+            if sequence.num_cached is None:  # else it was preempted
                 sequence.num_cached = num_cached[slot]
                 self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
                 self.metrics.prefix_cache_hits.inc(num_cached[slot])
 
-    def decode(self) -> None:
-        """Makes one step, and passes its tokens on."""
+    def decode_step(self) -> None:
+        """Makes one step of the decoder, and passes its tokens on."""
         outputs = self.decoder.step()
         if outputs:
             self.failures = 0
@@ -249,19 +257,11 @@ class Worker(threading.Thread):
             self.metrics.generation_tokens.inc(sum(output.token is not None for output in outputs))
         self.deliver(outputs)
 
-    def fail(self, slots: list[int]) -> None:
-        """Ends what is in these slots with an error."""
-        requests = {self.sequences[slot].request for slot in slots}
-        for slot in slots:
-            with contextlib.suppress(Exception):  # the device may no longer work
-                self.decoder.evict(slot)
-            self.release(slot)
-        self.notify(requests, APIError(500, "the model failed; the server's log says how"))
-
     def deliver(self, outputs: list[engine.StepOutput]) -> None:
-        """Gives the outputs of a step to their sequences, and notifies the event loop at each stream_interval.
+        """Gives the outputs of a step to their sequences, and notifies the event loop.
 
-        The first and the last token of an answer do not wait. A client that does not stream only gets the end.
+        The first and the last token of an answer go out at once, the others at each stream_interval. A client that does
+        not stream only gets the end.
         """
         urgent = set()
         for output in outputs:
