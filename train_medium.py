@@ -148,9 +148,9 @@ class Config:
     mlp_width: int = 0  # hidden width of the MLP; 0: 4 x width
     swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
     vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
-    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one begins anew
+    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one starts a new document
     window_short: int = 512  # how many tokens back a query sees in most layers
-    window_long: int = 2048  # how many tokens back it sees in long_layers
+    window_long: int = 2048  # how many tokens back a query sees in long_layers
     no_attention_layers: tuple = ()  # layers that are an MLP alone
     long_layers: tuple = ()  # layers with the long window; none: each 4th and the last (nanochat)
     key_offset: bool = True  # in long_layers half of each key comes from the previous token
@@ -172,20 +172,20 @@ class Config:
     rotary_full: bool = False  # rotation of whole heads, not of half of each
     softcap: tuple = (23.0, 5.0, 7.5)  # a, b, c of logits = a * sigmoid((x + b) / c), record 54; none: x
     fp8: bool = True  # products of qkv and MLP in fp8, only in training, on Hopper and B200
-    fp8_head: bool = True  # product of the head in fp8, likewise
+    fp8_head: bool = True  # product of the head in fp8, only in training, on Hopper and B200
     fp8_o: bool = True  # product of attention's output in fp8
     recompute: bool = False  # layers run again in the backward: a third of the memory, without fp8
     mtp_weights: tuple = (1.0,)  # loss weights of the next tokens: multi-token prediction (record 53)
-    mtp_until: float = 0.5  # fraction of the run over which all of them but the first fall to 0
+    mtp_until: float = 0.5  # fraction of the run over which all mtp_weights but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
-    init_qkv: float = 1.0  # queries, keys and values
+    init_qkv: float = 1.0  # initial scale of queries, keys and values
     init_o: float = 0.0  # attention's output, times init_qkv
-    init_up: float = 0.4  # the MLP's first matrix; the second starts at 0
+    init_up: float = 0.4  # initial scale of the MLP's first matrix; the second starts at 0
     # -- data
     pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is several packs
-    max_docs_per_pack: int = 64  # most documents in a pack; then the rest of it is padding
+    max_docs_per_pack: int = 64  # maximum number of documents in a pack; the rest of it is padding
     tokens: int = 0  # length of the run; 0: tokens_per_weight x matmul_weights
     tokens_per_weight: float = 8.0  # nanochat's at this size; compute-optimal is about 10 there
     max_epochs: int = 1  # how often the text may be read
@@ -199,7 +199,7 @@ class Config:
     table_decay: float = 0.015  # the same for value and n-gram embeddings
     muon_beta2: float = 0.9  # decay of the second moment of NorMuon
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # of NorMuon: from, to, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's momentum: start, end, warm-up and cool-down steps
     cooldown: float = 0.65  # fraction of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
     average: float = 0.0  # fraction of the run, at its end, whose weights are averaged (PR 360)
@@ -2167,9 +2167,9 @@ def check_same_run(run: Run) -> None:
     """Raises UserError unless a resumed run goes on with its own script and data."""
     kept = run.run_dir / Path(__file__).name
     if not kept.is_file() or kept.read_bytes() != SOURCE:
-        raise UserError(f"{run.run_dir} began with another version of {kept.name}; continue it with that one, {kept}")
+        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with that one, {kept}")
     if read_description(run.run_dir)["dataset_fingerprint"] != run.job.fingerprint:
-        raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} began with; name that with --data")
+        raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} started with; pass that with --data")
 
 
 def resume(run: Run) -> None:
@@ -2685,7 +2685,7 @@ def explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error!r:.200}); restore or make it again") from None
+        raise UserError(f"{path} is damaged ({error!r:.200}); restore or rebuild it") from None
 
 
 def seal(description: dict) -> bytes:
@@ -2737,14 +2737,14 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
         try:
             lock.acquire(blocking=False)
         except filelock.Timeout:
-            way = "wait until it ends, or name another --run-dir"
+            way = "wait until it ends, or choose another --run-dir"
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
             print(f"note: the file system of {run_dir} has no locks; start no second run there", file=sys.stderr)
         # Without them a run ended before its first save, and may start again.
         begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
         if begun and not args.resume:
-            way = "continue it with --resume, remove it, or name another --run-dir"
+            way = "continue it with --resume, remove it, or choose another --run-dir"
             raise UserError(f"{run_dir} already holds a run; {way}")
     return ranks.gather(run_dir)[0], lock
 
@@ -2752,7 +2752,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is no run directory, as it has no config.json; name one with --run-dir")
+    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one with --run-dir")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -3015,8 +3015,9 @@ def validate(config: Config) -> None:
     """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
     total = sum(stage.fraction for stage in c.stage_table)
-    require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is none of auto, {', '.join(DTYPES)}")
-    require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is none of auto, {', '.join(ATTENTION)}")
+    require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is not one of auto, {', '.join(DTYPES)}")
+    names = ", ".join(ATTENTION)
+    require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is not one of auto, {names}")
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
     require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
@@ -3060,7 +3061,7 @@ def build_parser() -> FlagParser:
     parser = FlagParser(description=__doc__.splitlines()[0], usage="%(prog)s [flags]", **options)
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
-    add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its own recipe")
     add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
     helps = field_help()
     for field_ in dataclasses.fields(Config):
@@ -3147,7 +3148,7 @@ def resumed_config(args: argparse.Namespace) -> Config:
         saved = getattr(base, name)
         if name not in FREE_ON_RESUME and value != saved:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; leave it out")
+            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; omit it")
     config = change_config(base, args)
     # A relative path is that of the folder where the run began.
     data = Path(read_description(run_dir)["folder"]) / config.data
@@ -3269,7 +3270,7 @@ def load_fa3_attention() -> Callable:
         flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
     except Exception as error:  # a missing package, no network, no build for this GPU
         found = f"{type(error).__name__}: {str(error)[:120]}"
-        raise UserError(f"--attention fa3 cannot be loaded ({found}); leave it out") from None
+        raise UserError(f"--attention fa3 cannot be loaded ({found}); omit it") from None
 
     def fa3_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
         sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
@@ -3296,7 +3297,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
         name = "triton" if kernel_fits else "sdpa"
     if name == "triton" and not kernel_fits:
         needs = "an NVIDIA GPU from Ampere on, 16 bits and a head_dim that is a power of two"
-        raise UserError(f"--attention triton cannot run here: it needs {needs}; leave it out")
+        raise UserError(f"--attention triton cannot run here: it needs {needs}; omit it")
     say(f"attention: {name}")
     if name == "fa3":
         return load_fa3_attention()

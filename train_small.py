@@ -130,16 +130,16 @@ class Config:
     mlp_width: int = 3072  # hidden width of an MLP
     swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
     vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
-    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one begins anew
+    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one starts a new document
     window_short: int = 128  # how many tokens back a query sees in most layers
-    window_long: int = 2048  # how many tokens back it sees in long_layers
+    window_long: int = 2048  # how many tokens back a query sees in long_layers
     no_attention_layers: tuple = (4, 6, 9)  # layers that are an MLP alone (record 17: layer 6)
     long_layers: tuple = (3, 10)  # layers with the long window
     key_offset_layers: tuple = (3, 10)  # layers where half of each key is the previous token's
     value_embed_layers: tuple = (1, 2, 8, 10)  # layers with an embedding of each token in v
     shared_input_from: int = 8  # layer from which on attention reads one input (record 77); 99: off
     tied: bool = True  # one table for input and output
-    bigram_rows: int = 1638400  # table of hashed token pairs; 0: off; a tenth costs little
+    bigram_rows: int = 1638400  # rows of the bigram table (hashed n-gram embeddings); 0: off
     trigram_ratio: float = 10.0  # rows of a table of token triples for each bigram row; 0: off
     x0_injection: bool = False  # a share of the input in the stream of every layer
     mudd_width: int = 256  # hidden width of mix(), input of the last layer (MUDDFormer); 0: off
@@ -154,20 +154,20 @@ class Config:
     rotary_full: bool = False  # rotation of whole heads, not of half of each
     softcap: tuple = (23.0, 5.0, 7.5)  # a, b, c of logits = a * sigmoid((x + b) / c), record 54; none: x
     fp8: bool = True  # products of qkv and MLP in fp8, only in training, on Hopper and B200
-    fp8_head: bool = True  # product of the head in fp8, likewise
+    fp8_head: bool = True  # product of the head in fp8, only in training, on Hopper and B200
     fp8_o: bool = False  # product of attention's output in fp8; no gain at this width
     recompute: bool = False  # layers run again in the backward: less memory, slower, without fp8
     mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens: multi-token prediction (record 53)
-    mtp_until: float = 0.65  # fraction of the run over which all of them but the first fall to 0
+    mtp_until: float = 0.65  # fraction of the run over which all mtp_weights but the first fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
-    init_qkv: float = 0.5  # queries, keys and values
-    init_o: float = 1.0  # attention's output, times init_qkv; not 0: record 64
-    init_up: float = 0.5  # the MLP's first matrix; the second starts at 0
+    init_qkv: float = 0.5  # initial scale of queries, keys and values
+    init_o: float = 1.0  # initial scale of attention's output, times init_qkv; not 0: record 64
+    init_up: float = 0.5  # initial scale of the MLP's first matrix; the second starts at 0
     # -- data
     pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is several packs
-    max_docs_per_pack: int = 64  # most documents in a pack; then the rest of it is padding
+    max_docs_per_pack: int = 64  # maximum number of documents in a pack; the rest of it is padding
     tokens: int = 340_000_000  # length of the run in tokens
     max_epochs: int = 1  # how often the text may be read
     val_tokens: int = 10_485_760  # tokens of validation text to score
@@ -179,7 +179,7 @@ class Config:
     adam_lr: float = 0.006  # learning rate of everything else
     muon_beta2: float = 0.9  # decay of the second moment of NorMuon
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # of NorMuon: from, to, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's momentum: start, end, warm-up and cool-down steps
     cooldown: float = 0.6  # fraction of the run over which the rate falls
     lr_floor: float = 0.2  # rate at the end, as a fraction of the base rate
     average: float = 0.2  # fraction of the run, at its end, whose weights are averaged (PR 360)
@@ -2080,9 +2080,9 @@ def check_same_run(run: Run) -> None:
     """Raises UserError unless a resumed run goes on with its own script and data."""
     kept = run.run_dir / Path(__file__).name
     if not kept.is_file() or kept.read_bytes() != SOURCE:
-        raise UserError(f"{run.run_dir} began with another version of {kept.name}; continue it with that one, {kept}")
+        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with that one, {kept}")
     if read_description(run.run_dir)["dataset_fingerprint"] != run.job.fingerprint:
-        raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} began with; name that with --data")
+        raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} started with; pass that with --data")
 
 
 def resume(run: Run) -> None:
@@ -2598,7 +2598,7 @@ def explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error!r:.200}); restore or make it again") from None
+        raise UserError(f"{path} is damaged ({error!r:.200}); restore or rebuild it") from None
 
 
 def seal(description: dict) -> bytes:
@@ -2650,14 +2650,14 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
         try:
             lock.acquire(blocking=False)
         except filelock.Timeout:
-            way = "wait until it ends, or name another --run-dir"
+            way = "wait until it ends, or choose another --run-dir"
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
             print(f"note: the file system of {run_dir} has no locks; start no second run there", file=sys.stderr)
         # Without them a run ended before its first save, and may start again.
         begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
         if begun and not args.resume:
-            way = "continue it with --resume, remove it, or name another --run-dir"
+            way = "continue it with --resume, remove it, or choose another --run-dir"
             raise UserError(f"{run_dir} already holds a run; {way}")
     return ranks.gather(run_dir)[0], lock
 
@@ -2665,7 +2665,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is no run directory, as it has no config.json; name one with --run-dir")
+    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one with --run-dir")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -2928,8 +2928,9 @@ def validate(config: Config) -> None:
     """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
     total = sum(stage.fraction for stage in c.stage_table)
-    require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is none of auto, {', '.join(DTYPES)}")
-    require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is none of auto, {', '.join(ATTENTION)}")
+    require(c.dtype in ("auto", *DTYPES), f"--dtype {c.dtype} is not one of auto, {', '.join(DTYPES)}")
+    names = ", ".join(ATTENTION)
+    require(c.attention in ("auto", *ATTENTION), f"--attention {c.attention} is not one of auto, {names}")
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
     require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
@@ -2973,7 +2974,7 @@ def build_parser() -> FlagParser:
     parser = FlagParser(description=__doc__.splitlines()[0], usage="%(prog)s [flags]", **options)
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
-    add("--resume", action="store_true", help="continuation of the run in --run-dir, with its own recipe")
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its own recipe")
     add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
     helps = field_help()
     for field_ in dataclasses.fields(Config):
@@ -3060,7 +3061,7 @@ def resumed_config(args: argparse.Namespace) -> Config:
         saved = getattr(base, name)
         if name not in FREE_ON_RESUME and value != saved:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; leave it out")
+            raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; omit it")
     config = change_config(base, args)
     # A relative path is that of the folder where the run began.
     data = Path(read_description(run_dir)["folder"]) / config.data
@@ -3182,7 +3183,7 @@ def load_fa3_attention() -> Callable:
         flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
     except Exception as error:  # a missing package, no network, no build for this GPU
         found = f"{type(error).__name__}: {str(error)[:120]}"
-        raise UserError(f"--attention fa3 cannot be loaded ({found}); leave it out") from None
+        raise UserError(f"--attention fa3 cannot be loaded ({found}); omit it") from None
 
     def fa3_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
         sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
@@ -3209,7 +3210,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
         name = "triton" if kernel_fits else "sdpa"
     if name == "triton" and not kernel_fits:
         needs = "an NVIDIA GPU from Ampere on, 16 bits and a head_dim that is a power of two"
-        raise UserError(f"--attention triton cannot run here: it needs {needs}; leave it out")
+        raise UserError(f"--attention triton cannot run here: it needs {needs}; omit it")
     say(f"attention: {name}")
     if name == "fa3":
         return load_fa3_attention()

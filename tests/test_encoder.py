@@ -475,7 +475,7 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     assert not new.exists()
     copy = shutil.copytree(finetuned, tmp_path / "edited")
     (copy / "train_small.py").write_text("another one")
-    assert "began with another version of train_small.py" in stops(ft.main, "--resume", "--run-dir", copy)
+    assert "started with a different train_small.py" in stops(ft.main, "--resume", "--run-dir", copy)
     for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
         error = stops(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
         assert error.endswith(f"error: unrecognized arguments: {others}")

@@ -403,7 +403,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
     (["--steps", "5", "{base}"], ["name it first"]),
     (["--resume"], ["--resume needs --run-dir"]),
-    (["{tmp}/none"], ["{tmp}/none is no run directory"]),
+    (["{tmp}/none"], ["{tmp}/none is not a run directory"]),
     (["--resume", "--run-dir", "{base}"], ["{base} is a run of train_small.py; continue it with", "train_small.py"]),
     (["--resume", "--run-dir", "{rl}"], ["{rl} is a run of runs/rl.py; continue it with", "runs/rl.py --resume"]),
     (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
@@ -411,7 +411,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "--max-epochs"]),
     (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
     (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py"]),
-    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change --seed: ", "has 0; leave it out"]),
+    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change --seed: ", "has 0; omit it"]),
     (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
     (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
 ], ids=lambda value: " ".join(value)[:40])  # fmt: skip

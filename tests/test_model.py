@@ -373,7 +373,7 @@ def test_attention_is_chosen_by_the_shape_and_the_gpu(head_dim, wanted, gpu, cho
 
 def test_flash_attention_3_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.raises(ts.UserError, match="--attention fa3 cannot be loaded .*; leave it out"):
+    with pytest.raises(ts.UserError, match="--attention fa3 cannot be loaded .*; omit it"):
         ts.choose_attention(ts.GPT(tiny_config(attention="fa3")))
 
 

@@ -300,12 +300,12 @@ def test_tensors_are_those_that_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("script", "began with another version of train_small.py; continue it with that one"),
+        ("script", "started with a different train_small.py; continue it with that one"),
         ("data", "is not the data that"),
         ("tokenizer", "is not the data that"),  # one of the same size
         (["--cooldown", "0.3"], "--resume cannot change --cooldown: "),
         (["--stages", "(1.0,2,1.0)"], "--resume cannot change --stages: "),
-        (["--seed", "1"], "has 0; leave it out"),
+        (["--seed", "1"], "has 0; omit it"),
     ],
     ids=str,
 )

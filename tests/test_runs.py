@@ -76,7 +76,7 @@ def test_a_run_without_checkpoints(dataset_dir, tmp_path, monkeypatch):
     assert "val bpb" in passes(*argv)
     assert not list(run_dir.glob("checkpoints/*")) and (run_dir / "result.json").is_file()
     before = snapshot(run_dir)
-    assert "already holds a run; continue it with --resume, remove it, or name another --run-dir" in refused(*argv)
+    assert "already holds a run; continue it with --resume, remove it, or choose another --run-dir" in refused(*argv)
     assert snapshot(run_dir) == before
     stop_at(monkeypatch, 6)
     refused(*flags(dataset_dir, stopped, "--save-every", "-1"))
@@ -377,15 +377,15 @@ def test_values_of_flags():
     (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
     (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
     (["--shared-input-from", "4"], ["shared_input_from is a layer"]),
-    (["--dtype", "int8"], ["--dtype int8 is none of auto, bfloat16, float16, float32"]),
+    (["--dtype", "int8"], ["--dtype int8 is not one of auto, bfloat16, float16, float32"]),
     (["--max-seq-len", "16384"], ["max_seq_len=16384 is above pack_tokens=8192"]),
     (["--stages", "(0.5, 16, 1.0)"], ["0.5000, not 1"]),
     (["--stages", "1,2"], ["stages=(1, 2) is not in its range"]),
     (["--mtp-weights="], ["mtp_weights needs a weight of the next token"]),
     (["--bigram-rows", "1"], ["two rows"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
-    (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
-    (["--resume"], ["is no run directory"]),
+    (["--resume", "--run-dir", "out/none"], ["out/none is not a run directory"]),
+    (["--resume"], ["is not a run directory"]),
 ], ids=lambda value: " ".join(value) if value[0][:1] in "-@" else "")  # fmt: skip
 def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
