@@ -168,8 +168,8 @@ def download(package: dict[str, Any], folder: Path) -> None:
         errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
         reason = errors[-1] if errors else result.stderr
         fail(
-            f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
-            "the disk, and run the same command again: what was downloaded stays"
+            f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the disk space, "
+            "then run the same command again; finished downloads are kept"
         )
 
 
@@ -440,7 +440,7 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     expected = lock["sets"][name].get("documents", actual)
     if actual != expected:
         fail(
-            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found "
+            f"the wheels of pypi:{name} match the lock, but their documents differ: found "
             f"{actual}, expected {expected}; report it with your versions of Python and numpy"
         )
     return corpus
@@ -493,7 +493,7 @@ def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
     flags = [flag for flag, value in defaults.items() if getattr(args, flag) != value]
     if flags:
         names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
-        print(f"not compared with the lock, which holds for a dataset made without {names}")
+        print(f"not compared with the lock, which is for a dataset built without {names}")
     else:
         compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
 
@@ -533,7 +533,7 @@ def verify(name: str, out: Path, workers: int) -> None:
     lock = read_lock()
     dataset = read_dataset(out)
     make_corpus(lock, name, wheel_folder(), workers)
-    print(f"wheels and documents are those of pypi:{name}")
+    print(f"wheels and documents match pypi:{name}")
     for path, entry in dataset["files"].items():
         check_file(out / path, entry)
     compare_dataset(out, name, lock)
