@@ -1,4 +1,4 @@
-"""A web page for the model of a server.
+"""A chat page for a model server.
 
     python runs/serve.py out/RUN --page              server and page together
     python runs/page.py http://127.0.0.1:8000        a page for a server that is running (key: OPENAI_API_KEY)
@@ -26,9 +26,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="server address [%(default)s]")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
-    add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
+    add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     add("--allow-host", metavar="NAME", action="append", default=[],
-        help="further name of this machine in the Host header, such as that of a proxy, repeatable")  # fmt: skip
+        help="another host name that browsers may use for this page, such as a proxy's, repeatable")  # fmt: skip
     args = parser.parse_args(argv)
     if args.port is not None and not 0 < args.port < 65536:
         parser.error(f"--port is {args.port}, but must be from 1 to 65535")
@@ -81,7 +81,7 @@ class Guard:
         if scope["type"] != "lifespan":
             headers = Headers(scope=scope)
             if foreign_host(headers, self.hosts) or foreign_origin(headers):
-                app = PlainTextResponse("this page answers only itself; see --allow-host", 403)
+                app = PlainTextResponse("this page accepts only its own requests; see --allow-host", 403)
             elif "upload" in scope["path"]:
                 app = PlainTextResponse("this page takes no files", 403)
         await app(scope, receive, send)
@@ -119,7 +119,7 @@ class Answer:
             seconds = max(time.monotonic() - self.start, 1e-3)
             notes.append(f"{self.num_tokens:,} tokens, {(self.num_tokens - 1) / seconds:,.0f} tokens/s")
         if self.reason == "length":
-            notes.append("cut at the longest answer or the end of the context")
+            notes.append("cut off at the maximum length or the end of the context")
         if num_dropped:
             notes.append(f"the oldest {num_dropped} messages no longer fit the context")
         return "; ".join(notes)
@@ -169,7 +169,7 @@ def settings(max_tokens: int) -> list:
         gr.Slider(0, 1, 1, step=0.01, label="Top-p"),
         gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
         gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
-        gr.Number(max_tokens, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
+        gr.Number(max_tokens, label="Maximum tokens per answer (0: what fits)", precision=0, minimum=0),
         gr.Textbox("", label="Seed (empty: a new one each time)"),
     ]
 
@@ -277,7 +277,7 @@ def main() -> int:
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
         reason = error_message(error)
-        print(f"error: {options['base_url']}/models names no model ({reason}); check the address", file=sys.stderr)
+        print(f"error: {options['base_url']}/models lists no model ({reason}); check the address", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: cannot listen on {args.host} ({error}); choose another --host or --port", file=sys.stderr)

@@ -180,7 +180,7 @@ def test_commands(make, tmp_path):
     assert "/save FILE" in say(chat, "/help")[1] and "unknown command /foo" in say(chat, "/foo")[1]
     say(chat, "/system Be kind.")
     assert chat.system == "Be kind." and "needs a file" in say(chat, "/save")[1]
-    assert "something that was said" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
+    assert "a conversation to save" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
     chat.messages.append({"role": "user", "content": "a"})
     assert "cannot write" in say(chat, f"/save {tmp_path}/none/x")[1] and chat.command("/quit") is False
     say(chat, "hello")

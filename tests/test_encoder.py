@@ -489,7 +489,7 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     older = {key: description[key] for key in description if key not in ("finetune_encoder", "sha256")}
     (copy / "config.json").write_bytes(ts.seal(older))
     for words in (("--resume", "--run-dir", copy), (copy, "--val-pairs", some_pairs, "--score-only")):
-        assert f"{copy} is of an older version" in stops(ft.main, *words)
+        assert f"{copy} is from an older version" in stops(ft.main, *words)
     for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
         error = stops(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
@@ -504,7 +504,7 @@ def exported(finetuned, tmp_path_factory):
     code, said, _ = call(export.main, finetuned, "--out", out)
     assert code == 0 and said.startswith(f"wrote {out}: step 8, ")
     assert "not an empty folder" in stops(export.main, finetuned, "--out", out)
-    assert "is an encoder, which has no GGUF file here" in stops(export.main, finetuned, "--gguf", out)
+    assert "is an encoder, which --gguf cannot export" in stops(export.main, finetuned, "--gguf", out)
     return out
 
 

@@ -405,7 +405,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("argv", "words"), [
     ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
-    (["--steps", "5", "{base}"], ["name it first"]),
+    (["--steps", "5", "{base}"], ["pass it first"]),
     (["--resume"], ["--resume needs --run-dir"]),
     (["{tmp}/none"], ["{tmp}/none is no run directory"]),
     (["--resume", "--run-dir", "{base}"], ["{base} is a run of train_small.py; continue it with", "train_small.py"]),

@@ -335,5 +335,5 @@ def test_a_server_that_does_not_answer():
     assert done.stdout == "[1, 1]\n", done.stderr
     *lines, last = done.stderr.splitlines()
     for url, line in zip(urls, lines, strict=True):
-        assert line.startswith(f"error: {url}/v1/models names no model (")
+        assert line.startswith(f"error: {url}/v1/models lists no model (")
     assert last.startswith("error: cannot listen on 127.0.0.1x (")

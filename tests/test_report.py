@@ -113,7 +113,7 @@ def test_a_run_in_progress(tmp_path):
         "speed": "80 tokens/s", "peak memory": "2.0 GiB", "data": "data/shards/mine",
     }  # fmt: skip
     text = (tmp_path / "report.md").read_text()
-    assert "Running: the metrics are those of step 30." in text
+    assert "Still running: the metrics are from step 30." in text
     assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun

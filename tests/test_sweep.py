@@ -123,13 +123,13 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and said == (
-        "error: stopped; finished runs are kept, and the same command goes on with the others\n"
+        "error: stopped; finished runs are kept, and the same command continues with the rest\n"
     )
     assert (tmp_path / "out" / "base_4" / "result.json").is_file() and not (waiting.parent / "result.json").exists()
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("x", "is no TOML"),
+    ("x", "is not TOML"),
     ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
     ("seeds = 3", "seeds must be a list"),
     ('flags = "--a"', "flags must be a list of words"),

@@ -199,10 +199,10 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
     made_by = description.get("command")
     if made_by not in ("train_encoder", "finetune_encoder"):
-        raise RunError(f"{run_dir} is not an encoder run; name one that is")
+        raise RunError(f"{run_dir} is not an encoder run; pass one that is")
     if made_by == "finetune_encoder" and made_by not in description:
         advice = "check out the git_commit in its config.json, or finetune again"
-        raise RunError(f"{run_dir} is of an older version; {advice}")
+        raise RunError(f"{run_dir} is from an older version; {advice}")
     return Config(**description["config"]), description
 
 

@@ -49,5 +49,5 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:
-        raise RunError(f"cannot write {path} ({error}); make room, remove {path.parent} and try again") from None
+        raise RunError(f"cannot write {path} ({error}); free some space, remove {path.parent} and try again") from None
     shutil.copymode(path.with_name("tokenizer.json"), path)  # else only its owner could read it
