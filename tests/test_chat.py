@@ -420,7 +420,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
         (("--endpoint", ""), "cannot reach /v1"),
-        (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
+        (("--endpoint", "http://h:abc"), "http://h:abc is not a web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
     ]:  # fmt: skip

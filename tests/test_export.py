@@ -213,4 +213,4 @@ def test_user_errors(bpe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(export_files, "save_file", full_disk)
     error = stops(export.main, run_dir, "--out", new)
-    assert f"No space left on device); make room, remove {new} and try again" in error
+    assert f"No space left on device); free some space, remove {new} and try again" in error

@@ -471,8 +471,8 @@ def test_add_refuses_names(repo, folders, tmp_path):
     runs = ["out/a_0", "out/a_1", "--track"]
     assert "entries are never edited" in refused(add, *runs, "small", "--slug", "base")
     assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
-    assert "--baseline nothing is no entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
-    assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
+    assert "--baseline nothing is not an entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
+    assert "no train_medium.py; it belongs to another track" in refused(add, *runs, "medium", "--slug", "x")
     assert "its losses are those of 2026-11-22_base/log_0.jsonl.gz" in refused(add, *runs, "small", "--slug", "x")
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))

@@ -321,7 +321,7 @@ def test_a_run_and_its_continuation(source, tmp_path, monkeypatch):
     ):
         assert message in stops(main, *argv)
     monkeypatch.setattr(rl, "describe_run", lambda *_: {"rl": {"source": "x", "group_size": 6}})
-    assert "has the setting group_size, unknown here" in stops(rl.main, *resume)
+    assert "has an unknown setting, group_size" in stops(rl.main, *resume)
 
 
 def test_gsm8k_items(source, tmp_path):

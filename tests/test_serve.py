@@ -607,7 +607,7 @@ def test_stop_strings_over_http(chat_server):
         ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
          "response_format: the schema is invalid at $.type ('king' is not valid under any of the given schemas)"),
-        ({"temprature": 0.5}, '"temprature" is no field of a request; is it temperature?'),
+        ({"temprature": 0.5}, '"temprature" is not a request field; did you mean temperature?'),
     ],
 )  # fmt: skip
 def test_bad_requests(chat_server, body, message):

@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("x", "is not TOML"),
-    ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
+    ("seed = [1]", "the unknown entry seed; known are script, flags, seeds"),
     ("seeds = 3", "seeds must be a list"),
     ('flags = "--a"', "flags must be a list of words"),
     ('script = "no.py"', "names the script no.py, which "),
