@@ -212,7 +212,7 @@ def test_settings_and_errors(chat_server, pages, browse, bodies):
     """Settings go out with a request. What the server says is shown; a question without an answer is left out."""
     page = browse(pages[0])
     values = {"System text": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
-              "Longest": "7", "Seed": "x"}  # fmt: skip
+              "Maximum tokens": "7", "Seed": "x"}  # fmt: skip
     configure(page, values)
     send(page, "one")
     page.wait_for_selector(f"{BOT} >> text=seed: Input should be a valid integer")
