@@ -69,7 +69,7 @@ class Conversations:
         if lengths.max() > limit:
             problem = f"a conversation of {lengths.max() + 1:,} tokens, but the model's context is {limit:,}"
             advice = f"make shorter ones with python data/sft.py --max-len {limit + 1}"
-            raise RunError(f"{dataset.root}/sft holds {problem}; {advice}")
+            raise RunError(f"{dataset.root}/sft contains {problem}; {advice}")
         self.count = len(lengths)
         self.inputs = int(lengths.sum())  # tokens, padding excluded
 
@@ -181,7 +181,7 @@ def script_directory(argv: list[str]) -> Path:
     if "--resume" in argv:
         return Path(args.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
-        advice = "name it first, as in python runs/finetune.py RUN"
+        advice = "pass it first, as in python runs/finetune.py RUN"
         raise RunError(f"finetuning needs a run directory with a checkpoint to start from; {advice}")
     return Path(argv[0])
 
@@ -194,7 +194,7 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", nargs="?", metavar="RUN", help="run directory to start from, as the first argument")
     add("--packs", type=int, metavar="N", help="packs per step")
-    add("--lr", type=float, metavar="X", help="initial rate as a fraction of the pretraining rate")
+    add("--lr", type=float, metavar="X", help="initial learning rate as a fraction of pretraining's")
     return parser
 
 

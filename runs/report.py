@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--no-samples", action="store_true", help="table and curve alone, which need no PyTorch")
-    parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to draw beside it")
-    device = "device for samples: cuda, mps or cpu (default: the best there is)"
+    parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to plot for comparison")
+    device = "device for samples: cuda, mps or cpu (default: the best available)"
     parser.add_argument("--device", metavar="NAME", help=device)
     args = parser.parse_args(argv)
 

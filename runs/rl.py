@@ -66,14 +66,14 @@ class Settings(BaseModel, allow_inf_nan=False):
     source: str
     no_compile: bool = False
     task: Literal[*MAX_TOKENS] = Field("addition", description="task to train on, addition or gsm8k")
-    digits: int = Field(2, ge=1, le=18, description="digits of each number of an addition")
-    files: str | None = Field(None, description="folder with the files of gsm8k, else downloaded")
-    steps: int = Field(250, ge=1, description="steps of the run")
-    prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
+    digits: int = Field(2, ge=1, le=18, description="digits of each number to add")
+    files: str | None = Field(None, description="folder with GSM8K's files (default: downloaded)")
+    steps: int = Field(250, ge=1, description="length of the run in steps")
+    prompts: int = Field(16, ge=1, description="questions per step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
-    adam_lr: float = Field(0.02, gt=0, description="learning rate of all else, likewise")
+    adam_lr: float = Field(0.02, gt=0, description="learning rate of everything else, as a fraction of pretraining's")
     partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its correct digits")
     eval_every: int = Field(50, ge=0, description="steps between evaluations, 0: only before and after")
     eval_examples: int = Field(200, ge=1, description="held-out questions")

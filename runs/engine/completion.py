@@ -97,7 +97,7 @@ class Completion:
         if self.tool_output:
             return self.add(self.tool_output.pop(0), is_forced=True)
         if sampled == INVALID_TOKEN:
-            raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
+            raise RunError("the model's logits are not finite; choose an earlier checkpoint with --step")
         if sampled == tokenizer.bos_id or sampled in self.stop:
             # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
             is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))
