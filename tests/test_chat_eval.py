@@ -201,4 +201,4 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert evaluate(tmp_path)[0] == 1
     with pytest.raises(SystemExit):
         evaluate(run_dir, "--tasks", "mmlo")
-    assert "is none of" in capsys.readouterr().err
+    assert "is not one of" in capsys.readouterr().err

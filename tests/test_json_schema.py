@@ -75,7 +75,7 @@ HOSTILE = [
     (chain(3000), "bytes; at most 65,536 are allowed"),
     ({"enum": [str(i) for i in range(100_000)]}, "at most 65,536 are allowed"),
     ({"type": "object", "properties": {f"p{i}": {} for i in range(6000)}}, "at most 65,536 are allowed"),
-    ({"$ref": "#"}, "this server does not support the schema (no answer can match it)"),
+    ({"$ref": "#"}, "this server does not support the schema (no answer matches it)"),
     ({"type": "string", "propertyNames": {}}, 'Unimplemented keys: ["propertyNames"]'),
     ({"type": "array", "x-guidance": {"item_separator": ";"}}, "does not support x-guidance inside a schema"),
     ({"properties": {"a": {"x-guidance": {}}}}, "does not support x-guidance inside a schema"),

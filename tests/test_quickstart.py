@@ -228,7 +228,7 @@ def test_speedrun_refuses_other_flags(sandbox, flags, stage):
     assert start(sandbox, "speedrun_small.sh")[0].returncode == 0
     done, _ = start(sandbox, "speedrun_small.sh", *flags)
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
-        f"error: out/speedrun_small holds the results of another command for {stage}; give another --name, or remove "
+        f"error: out/speedrun_small holds the results of another command for {stage}; choose another --name, or remove "
         "out/speedrun_small"
     )
     assert start(sandbox, "speedrun_small.sh", "--name", "other", *flags)[0].returncode == 0

@@ -169,12 +169,11 @@ def check_grammar(grammar: str) -> str:
 
 def raise_problem(problem: str) -> None:
     """Raises: ValueError that says what llguidance found, in words for the author of the schema; "" raises none"""
-    problem = " ".join(problem.partition("<state>")[0].split())
-    problem = problem.replace("Unsatisfiable schema", "no answer can match it")
+    problem = " ".join(problem.partition("<state>")[0].split()).replace("Unsatisfiable schema", "no answer matches it")
     if "coerce_one_of" in problem:
         problem = "one value may fit several options of a oneOf; use anyOf"
     if "NoExtension" in problem:
-        problem = "no answer can match it"
+        problem = "no answer matches it"
     if problem:
         raise ValueError(f"this server does not support the schema ({problem})")
 
