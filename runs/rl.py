@@ -75,7 +75,7 @@ class Settings(BaseModel, allow_inf_nan=False):
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
     adam_lr: float = Field(0.02, gt=0, description="learning rate of everything else, as a fraction of pretraining's")
-    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its fraction of correct digits")
+    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its share of right digits")
     eval_every: int = Field(50, ge=0, description="steps between evaluations, 0: only before and after")
     eval_examples: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each held-out question for pass@k, 0: none")
