@@ -13,7 +13,7 @@
     addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
 Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
-<|assistant_end|> in turn, with nothing between them. A content is a text or a list of {"type":
+<|assistant_end|> in turn, with nothing between them. Content is a string or a list of {"type":
 "text", "text"}; an assistant's parts may also be "python", which stands between <|python_start|>
 and <|python_end|>, and "python_output", between <|output_start|> and <|output_end|>. The loss mask
 is 1 for what the assistant writes: its text, its python with both special tokens, and
@@ -21,10 +21,10 @@ is 1 for what the assistant writes: its text, its python with both special token
 before the next user message with a blank line.
 
 It writes sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask, NAME.mask.bin: the
-same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for each token (1: a target of the loss).
+same header and uint16 format, a vocabulary size of 2, and a 0 or 1 for each token (1: a target of the loss).
 dataset.json then lists the files and the splits "sft_train" and "sft_val". Without --val-source, --val-fraction of the
 conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers. What is in
-both splits is left out of training.
+both splits is removed from training.
 """
 
 import argparse
@@ -520,7 +520,7 @@ def build(args: argparse.Namespace) -> None:
             f"{tally['bad']:,} bad ones skipped"
         )
     if repeated := tallies["train"]["repeated"]:
-        print(f"left out of training: {repeated:,} conversations of the validation split")
+        print(f"removed from training: {repeated:,} conversations of the validation split")
     print(f"wrote {out / 'sft'}")
 
 

@@ -2,7 +2,7 @@
 
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
-    python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
+    python runs/report.py out/RUN --against @runs/p34.args   compares it with another run or an entry in baselines/
 
 Every training run ends with a report. It can be written again at any time, even during a run. Samples come from the
 newest checkpoint: continuations of three held-out documents after pretraining, answers to three questions after

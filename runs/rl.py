@@ -1,4 +1,4 @@
-"""Reinforcement learning on a finetuned run: REINFORCE on answers that the model samples itself.
+"""Trains a finetuned run by reinforcement learning: REINFORCE on answers that it samples itself.
 
     python runs/rl.py out/SFT --task addition --digits 2      sums, worked column by column
     python runs/rl.py out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator
@@ -74,7 +74,7 @@ class Settings(BaseModel, allow_inf_nan=False):
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
     adam_lr: float = Field(0.02, gt=0, description="learning rate of everything else, as a fraction of pretraining's")
-    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its correct digits")
+    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its share of right digits")
     eval_every: int = Field(50, ge=0, description="steps between evaluations, 0: only before and after")
     eval_examples: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each held-out question for pass@k, 0: none")

@@ -318,7 +318,7 @@ def test_validation_conversations_are_left_out_of_training(data, tmp_path):
     train = write_jsonl(tmp_path / "c.jsonl", values)
     val = write_jsonl(tmp_path / "v.jsonl", [*values[:3], chat("only", "here")])
     out = run_sft(data, "--source", f"{train}:2", "--val-source", val)
-    assert "left out of training: 6 conversations" in out
+    assert "removed from training: 6 conversations" in out
     tok = ts.Tokenizer(data / "tokenizer.json")
     assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values[3:] * 2)
     assert "left out" not in run_sft(data, "--source", train)

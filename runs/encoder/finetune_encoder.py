@@ -1,4 +1,4 @@
-"""Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
+"""Finetunes an encoder on pairs of texts, so that it can find the text that answers a query.
 
     python runs/encoder/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
     python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only
@@ -6,7 +6,7 @@
 
 RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
 {"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files.
-The embedding of a text is the normalised mean of its last hidden states. Training pulls queries
+The embedding of a text is the normalized mean of its last hidden states. Training pulls queries
 towards their positives, away from the other positives and negatives of the whole batch over all
 GPUs. Held-out pairs are scored by nDCG@10 and recall@10, next to BM25. runs/export.py exports the
 result for sentence-transformers.
