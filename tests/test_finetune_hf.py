@@ -219,7 +219,7 @@ def test_rows_of_another_form_are_named(folder, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"conversations": [{"from": "human", "value": "Hi"}]}\n' * 20)
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--data.data-files", tmp_path / "chats.jsonl"]
     form = 'a list of {"role": ..., "content": ...}'
-    advice = f"no column messages in ['conversations']; name one with --column, each row of it {form}"
+    advice = f"no column messages in ['conversations']; choose one with --column, each row of it {form}"
     assert refused(*words).endswith(advice)
     assert refused(*words, "--column", "conversations").endswith(f"; make it {form}")
 
