@@ -49,7 +49,7 @@ def find_problems(folder: Path) -> list[str]:
     for key, value in description.items():
         # Datasets made by hand state none.
         if dataset.get(key, value) != value:
-            problems.append(f"dataset.json has another {key} than {path}; build it again")
+            problems.append(f"dataset.json has a different {key} from {path}; rebuild the dataset")
     lengths = tokenizer.token_bytes(path)
     sha256 = dataset["tokenizer_sha256"]
     for name, entry in files.items():

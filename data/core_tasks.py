@@ -49,7 +49,7 @@ from tqdm import tqdm
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SECONDS = 30  # without an answer, the server counts as missing
 NUM_TASKS = 22
-HINT = "fetch the bundle again"
+HINT = "download the bundle again"
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -96,7 +96,7 @@ def open_bundle(path: Path, unpacked: Path) -> Path:
         else:
             unpack_tar(path, unpacked)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
-        fail(f"the bundle {path} cannot be read ({problem}); check the path or fetch it again")
+        fail(f"the bundle {path} cannot be read ({problem}); check the path or download it again")
     found = sorted(unpacked.rglob("core.yaml"), key=lambda file: len(file.parts))
     if not found:
         fail(f"{path} has no core.yaml, so it is not a CORE bundle; check the path")
@@ -119,7 +119,7 @@ def download(path: Path) -> None:
         with urllib.request.urlopen(URL, timeout=SECONDS) as response, open(path, "wb") as file:
             shutil.copyfileobj(response, file)
     except (OSError, http.client.HTTPException) as problem:
-        fail(f"cannot fetch {URL} ({problem}); get it some other way and pass --bundle")
+        fail(f"cannot download {URL} ({problem}); download it another way and pass --bundle")
 
 
 def read_tasks(bundle: Path) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def read_tasks(bundle: Path) -> list[dict[str, Any]]:
         fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {HINT}")
     for task in tasks:
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
-            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {HINT}")
+            fail(f"core.yaml has a bad task name {task['label']!r} or type {task['type']!r}; {HINT}")
     return tasks
 
 
@@ -312,21 +312,21 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
             )
     changed = [task["label"] for task in tasks if not is_original(bundle, task)]
     if changed:
-        print(f"note: not the original text, so no published score compares: {', '.join(changed)}")
+        print(f"note: the text differs from the original, so published scores do not compare: {', '.join(changed)}")
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Add the CORE tasks to a dataset, as tokens.")
+    parser = argparse.ArgumentParser(description="Tokenize the CORE tasks and add them to a dataset.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
-    source.add_argument("--download", action="store_true", help=f"the public bundle, {URL}")
+    source.add_argument("--download", action="store_true", help=f"download the public bundle, {URL}")
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
-    max_seq_len = "maximum tokens of a row; longer ones lose their beginning [%(default)s]"
+    max_seq_len = "maximum tokens per row; longer rows lose their beginning [%(default)s]"
     add("--max-seq-len", type=int, default=2048, help=max_seq_len)
-    add("--limit", type=int, default=0, help="number of examples of each task (default: all)")
+    add("--limit", type=int, default=0, help="number of examples per task (default: all)")
     args = parser.parse_args()
     check_flags(args, max_seq_len=2, limit=0)
     read_dataset(args.data)

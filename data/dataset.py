@@ -130,7 +130,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         fail(f"another process is writing to {folder}; wait until it ends")
     except (OSError, NotImplementedError) as problem:
-        hint = "do not let another command write to it at the same time"
+        hint = "make sure that no other command writes to it"
         print(f"warning: {folder} cannot be locked ({problem}); {hint}", file=sys.stderr)
     try:
         yield
@@ -195,14 +195,14 @@ def read_header(path: str | Path) -> dict[str, Any]:
     """Checks the header against the file's size and returns {"tokens", "bos_id", "vocab_size",
     "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
     """
-    hint = "write or download it again"
+    hint = "rebuild or download the dataset"
     with open(path, "rb") as f:
         raw = f.read(HEADER_BYTES)
         size = os.fstat(f.fileno()).st_size
     header = np.frombuffer(raw.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     magic, version, count = map(int, header[:3])
     if magic != MAGIC or version != VERSION:
-        fail(f"{path} is not a token shard: it has magic {magic} version {version}; {hint}")
+        fail(f"{path} is not a token shard: it has magic {magic}, version {version}; {hint}")
     expected = HEADER_BYTES + 2 * count
     if count <= 0 or size != expected:
         kind = "truncated" if size < expected else "too long"
@@ -230,7 +230,7 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
     if verify and expected:
         actual = hashlib.sha256(tokens.data).hexdigest()
         if actual != expected:
-            fail(f"shard {path} is damaged: expected {expected}, found {actual}; write it again")
+            fail(f"shard {path} is damaged: expected {expected}, found {actual}; rebuild the dataset")
     return tokens
 
 
@@ -323,20 +323,20 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     """Ends the script unless value is a consistent dataset.json of this format."""
-    check_format(value, path, DATASET_FORMAT, "build the dataset again")
+    check_format(value, path, DATASET_FORMAT, "rebuild the dataset")
     files = value.get("files")
     if not isinstance(files, dict):
-        fail(f"{path} lists no files; build the dataset again")
+        fail(f"{path} lists no files; rebuild the dataset")
     for name in files:
         # The names of a downloaded dataset must not point out of the folder.
         if not LISTED_NAME.fullmatch(name):
-            fail(f"{path} lists the file {name!r} with a bad path; build the dataset again")
+            fail(f"{path} lists the file {name!r} with a bad path; rebuild the dataset")
     for name in FOLDERS:
         actual = fingerprint(files, name)
         # Datasets of earlier versions state none of sft/ and core/.
         notes = value if name == "pretrain" else value.get(name, {})
         if notes.get("fingerprint", actual) != actual:
-            fail(f"{path} does not agree with itself: the files of {name}/ have another fingerprint; build it again")
+            fail(f"{path} is inconsistent: the files of {name}/ have a different fingerprint; rebuild the dataset")
     return value
 
 
@@ -377,7 +377,7 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
         read_header(path)
     size = path.stat().st_size
     if sha256_file(path) != entry["sha256"] or size != entry.get("bytes", size):
-        fail(f"{path} was changed: dataset.json lists another size or sha256; restore it")
+        fail(f"{path} was changed: dataset.json lists a different size or sha256; restore it")
 
 
 def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
@@ -385,7 +385,7 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
 
     lengths int32 [vocabulary]: the bytes of text of each token.
     """
-    hint = "give the tokenizer it was made with, or make it again"
+    hint = "pass the tokenizer it was made with, or build it again"
     header = read_header(path)
     made_with = header["tokenizer_sha256"]
     if made_with not in ("", tokenizer_sha256):
@@ -400,7 +400,7 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     entries = header["vocab_size"]
     if header_bos not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
         fail(
-            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary "
+            f"{path} lacks the tokenizer's BOS {bos}, or states another vocabulary "
             f"(BOS {header_bos}, {entries} entries); {hint}"
         )
     return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}

@@ -152,7 +152,7 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
     shutil.rmtree(folder, ignore_errors=True)
     write_atomic(out / manifest.name, [manifest.read_bytes()])
     skipped = len(files) - len(missing)
-    print(f"{out} is complete: {len(files)} files, {skipped} were there already, commit {commit}")
+    print(f"{out} is complete: {len(files)} files, {skipped} already there, commit {commit}")
 
 
 def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) -> None:
@@ -215,7 +215,7 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
         fail(f"{path} {found}; only complete runs of such a script can be shared")
     for name in names:
         if not isinstance(files[name], dict) or "sha256" not in files[name]:
-            fail(f"{path} has no sha256 of {name}; upload the run again")
+            fail(f"{path} has no sha256 for {name}; upload the run again")
     return {name: files[name] for name in names}
 
 
@@ -230,7 +230,7 @@ def newest_checkpoint(run_dir: Path) -> dict[str, dict]:
         del actual["state.json"]
         if isinstance(saved, dict) and saved.get("files") == actual:
             return entries
-        print(f"skipped {folder}: its files are not those that its state.json lists")
+        print(f"skipped {folder}: its files do not match its state.json")
     fail(f"{run_dir} has no complete checkpoint; train until one is saved, or restore one")
 
 
@@ -254,7 +254,7 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
         there = api.list_repo_files(repo.name) if api.repo_exists(repo.name) else []
     others = [name for name in there if not RUN_FILE.fullmatch(name) and name not in OF_THE_HUB]
     if others:
-        fail(f"{repo.name} holds {others[0]}, which is not a file of a run; choose another repository")
+        fail(f"{repo.name} contains {others[0]}, which is not a file of a run; choose another repository")
 
     # The manifest goes last: what is half-uploaded has none, and cannot be downloaded by mistake.
     send_files(repo, run_dir, files, private)
@@ -274,12 +274,12 @@ def download_run(repo: Repo, out: Path, revision: str = "main", trust: bool = Fa
     script = next(name for name in files if name.endswith(".py"))
     if not trust:
         fail(
-            f"{repo.name} brings {script}, a program that the tools in runs/ execute; read it at "
+            f"{repo.name} contains {script}, a program that the tools in runs/ execute; read it at "
             f"{ENDPOINT}/{repo.name}/blob/{commit}/{script}, then add --revision {commit} --trust"
         )
     visible = [path for path in out.iterdir() if not path.name.startswith(".")]
     if visible and not sha256_matches(out / "config.json", files["config.json"]["sha256"]):
-        fail(f"{out} holds something else than this run; choose another --out")
+        fail(f"{out} contains something other than this run; choose another --out")
     get_files(repo, commit, files, out, manifest)
 
 
@@ -289,21 +289,21 @@ def main() -> None:
     for suffix, what in (("", "dataset"), ("-run", "run")):
         p = commands.add_parser(f"download{suffix}", help=f"fetch a {what} directory")
         p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face")
-        p.add_argument("--out", required=True, type=Path, help="folder of the download")
+        p.add_argument("--out", required=True, type=Path, help="destination folder")
         p.add_argument("--revision", default="main", help="branch, tag or commit [%(default)s]")
         if what == "run":
-            trust = "consent to the script of the run, which the tools in runs/ execute"
+            trust = "trust the run's script, which the tools in runs/ execute"
             p.add_argument("--trust", action="store_true", help=trust)
         p = commands.add_parser(f"upload{suffix}", help=f"send a {what} directory")
         p.add_argument("folder", metavar="DIR", type=Path, help=f"{what} directory")
-        p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face, made if it does not exist")
-        p.add_argument("--private", action="store_true", help="private repository, if it is a new one")
+        p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face, created if it does not exist")
+        p.add_argument("--private", action="store_true", help="make a new repository private")
     args = parser.parse_args()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", args.repo):
         fail(f"{args.repo!r} is not a repository name; give OWNER/NAME")
     repo = Repo(args.repo, "model" if args.command.endswith("-run") else "dataset")
     if args.command == "upload-run" and not (args.folder / "config.json").is_file():
-        fail(f"{args.folder} is no run directory: it has no config.json; check the path")
+        fail(f"{args.folder} is not a run directory: it has no config.json; check the path")
     if args.command == "upload":
         upload(args.folder, repo, args.private)
         return

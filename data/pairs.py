@@ -101,7 +101,7 @@ def main() -> None:
     add = parser.add_argument
     add_source_flags(parser)
     add("--val-source", help="held-out text (default: a part of --source)")
-    add("--kind", choices=("title", "passages"), default="title", help="kind of pair, see above [%(default)s]")
+    add("--kind", choices=("title", "passages"), default="title", help="kind of pairs [%(default)s]")
     add("--out", required=True, type=Path, help="folder for train.jsonl and val.jsonl")
     add("--max-pairs", type=int, help="maximum number of training pairs (default: all)")
     add("--val-pairs", type=int, default=1000, help="maximum number of held-out pairs [%(default)s]")
@@ -121,8 +121,8 @@ def main() -> None:
         pairs = without_repeats(make_pairs(documents, args), seen)
         first = next(pairs, None)
         if first is None:
-            hint = "try --kind passages" if args.kind == "title" else "give longer documents"
-            fail(f"no {split} document of {', '.join(args.source)} gives a pair of --kind {args.kind}; {hint}")
+            hint = "try --kind passages" if args.kind == "title" else "use longer documents"
+            fail(f"no {split} document of {', '.join(args.source)} yields a pair of --kind {args.kind}; {hint}")
         # Training pairs of an earlier command may hold texts of the new val.jsonl.
         (args.out / "train.jsonl").unlink(missing_ok=True)
         pairs = islice(chain([first], pairs), max_pairs)

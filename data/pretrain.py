@@ -161,7 +161,7 @@ def is_complete(progress: Progress) -> bool:
     for entry in progress.all_shards():
         path = out / entry["path"]
         if read_header(path)["tokens"] != entry["tokens"]:
-            fail(f"{path} does not hold the {entry['tokens']} tokens noted; delete {out} and run again")
+            fail(f"{path} does not hold the {entry['tokens']} tokens recorded for it; delete {out} and run again")
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
@@ -234,7 +234,7 @@ def build(args: argparse.Namespace) -> None:
         changed = [flag for flag, value in LOCKED_FLAGS.items() if getattr(args, flag) != value]
         if changed:
             names = ", ".join(f"--{flag.replace('_', '-')}" for flag in changed)
-            print(f"not compared with the lock, which holds for a dataset made without {names}")
+            print(f"not compared with the lock, which is for a dataset built without {names}")
         else:
             pypi.compare_dataset(args.out, args.source[0].removeprefix("pypi:"))
 
@@ -243,15 +243,15 @@ def check_documents(source: Source) -> None:
     """Ends the script unless both splits have a document, before anything is written."""
     for split, documents in (("train", source.train()), ("val", source.val())):
         if next(documents, None) is None:
-            hint = "give at least two documents, or --val-source for separate validation text"
-            fail(f"the source gives no {split} document with text in it; {hint}")
+            hint = "provide at least two documents, or --val-source"
+            fail(f"the source has no {split} document with text in it; {hint}")
 
 
 def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Progress) -> None:
     """tokenizer.json of the directory: the one that is there, that of --tokenizer, or a new one."""
     path = args.out / "tokenizer.json"
     if progress.tokenizer_sha256 and not sha256_matches(path, progress.tokenizer_sha256):
-        fail(f"{path} is not the tokenizer that this dataset was begun with; delete {args.out} and run again")
+        fail(f"{path} is not the tokenizer that this dataset was started with; delete {args.out} and run again")
     if args.tokenizer and not path.exists():
         tokenizer.read_spec(args.tokenizer)
         write_atomic(path, [args.tokenizer.read_bytes()])
@@ -272,7 +272,7 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
     for flag, key in (("--vocab-size", "vocab_size"), ("--pattern", "pattern")):
         wanted = getattr(args, key)
         if wanted and description[key] != wanted:
-            fail(f"{path} has {flag} {description[key]}, not {wanted}; leave the flag out or train a new tokenizer")
+            fail(f"{path} has {flag} {description[key]}, not {wanted}; omit the flag or train a new tokenizer")
     progress.tokenizer_sha256 = sha256
     progress.save()
 
@@ -314,7 +314,7 @@ def finish(progress: Progress) -> None:
         rate = f"{size / tokens:.3f} bytes per token"
         print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
     if splits["val"]["text_bytes"] < LITTLE_VAL:
-        print("note: a score on so little text is rough; give more, --val-fraction or --val-source")
+        print("note: scores on so little validation text are rough; raise --val-fraction or use --val-source")
     if note := overlap_note(out, dataset["bos_id"]):
         print(f"note: {note}")
     print(f"wrote {out / 'dataset.json'}")
@@ -328,7 +328,7 @@ def import_shards(args: argparse.Namespace) -> None:
     out = args.out
     specs = [spec.removeprefix("shards:") for spec in args.source]
     if args.interleave:
-        fail("--interleave is for text, --source shards: names shards; leave it out")
+        fail("--interleave is for text, not for --source shards:; omit it")
     if not args.tokenizer:
         hint = "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
         fail(f"--source shards: needs --tokenizer, the tokenizer.json the shards were made with; {hint}")
@@ -372,7 +372,7 @@ def sort_by_split(paths: list[Path], spec: str) -> dict[str, list[Path]]:
         if len(splits) == 1:
             by_split[splits[0]].append(path)
         else:
-            print(f"skipped {path.name}: its name must say either train or val")
+            print(f"skipped {path.name}: its name must contain either train or val")
     for split, split_paths in by_split.items():
         if not split_paths:
             found = f"none of the {len(paths)} files of {spec} has the word {split!r} in its name"
@@ -401,18 +401,18 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Turn text, or shards:GLOB, into a dataset directory.")
+    parser = argparse.ArgumentParser(description="Turn text or pretokenized shards into a dataset directory.")
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="validation text (default: a part of --source)")
     add("--val-documents", type=int, help="maximum number of validation documents (default: all)")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
-    add("--name", help="name in dataset.json (default: that of the directory)")
+    add("--name", help="name in dataset.json (default: the directory's)")
     tokenizer.add_training_flags(parser)
     add("--tokenizer", type=Path, help="tokenizer.json to use (default: a new one is trained)")
     characters = "characters to train a new tokenizer on [%(default)s]"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens of a shard [%(default)s]")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard [%(default)s]")
     threads = "number of encoding threads (default: all cores, up to 16)"
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()

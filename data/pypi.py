@@ -159,8 +159,8 @@ def download(package: dict[str, Any], folder: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if result.returncode or not sha256_matches(path, package["sha256"]):
         errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE) or [result.stderr]
-        hint = "check the network, pip's index and the space on the disk, and run the same command again"
-        fail(f"pip cannot download {package['file']} ({errors[-1]}); {hint}: what was downloaded stays")
+        hint = "check the network, pip's index and the disk space, then run the same command again"
+        fail(f"pip cannot download {package['file']} ({errors[-1]}); {hint}; finished downloads are kept")
 
 
 # ==== reading
@@ -430,7 +430,7 @@ def make_corpus(lock: dict[str, Any], name: str, workers: int) -> Corpus:
     expected = lock["sets"][name].get("documents", actual)
     if actual != expected:
         differs = f"found {actual}, expected {expected}; report it with your versions of Python and numpy"
-        fail(f"the wheels of pypi:{name} are those of the lock, but their documents differ: {differs}")
+        fail(f"the wheels of pypi:{name} match the lock, but their documents differ: {differs}")
     return corpus
 
 
@@ -478,7 +478,7 @@ def compare_dataset(out: Path, name: str) -> None:
     if not expected:
         return
     actual = dataset_layers(read_dataset(out))
-    hint = "install the versions of requirements.txt and build it again"
+    hint = "install the versions in requirements.txt and rebuild it"
     if actual["tokenizer"] != expected["tokenizer"]:
         fail(f"{out} has the documents of pypi:{name}, but its tokenizer differs; {hint}")
     for path in sorted(expected["shards"] | actual["shards"]):
@@ -505,7 +505,7 @@ def verify(name: str, out: Path, workers: int) -> None:
     """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
     dataset = read_dataset(out)
     make_corpus(read_json(LOCK), name, workers)
-    print(f"wheels and documents are those of pypi:{name}")
+    print(f"wheels and documents match pypi:{name}")
     for path, entry in dataset["files"].items():
         check_file(out / path, entry)
     compare_dataset(out, name)

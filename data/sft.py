@@ -1,4 +1,4 @@
-"""Conversations to token shards with loss masks, inside an existing dataset directory.
+"""Turns conversations into token shards with loss masks, inside an existing dataset directory.
 
     python data/sft.py --data data/shards/mine --source chat.jsonl --source addition:2000
     python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
@@ -13,18 +13,18 @@
     addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
 Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
-<|assistant_end|> in turn, with nothing between them. A content is a text or a list of {"type":
+<|assistant_end|> in turn, with nothing between them. Content is a string or a list of {"type":
 "text", "text"}; an assistant's parts may also be "python", which stands between <|python_start|>
 and <|python_end|>, and "python_output", between <|output_start|> and <|output_end|>. The loss mask
 is 1 for what the assistant writes: its text, its python with both special tokens, and
 <|assistant_end|>; not <|assistant_start|>, not the output. System and developer messages are put
 before the next user message with a blank line.
 
-Written are sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask, NAME.mask.bin: the
-same header and uint16 format, with 2 as its vocabulary size, and one 0 or 1 for each token (1: a target of the loss).
+It writes sft/{train,val}_000000.bin, shards as in data/dataset.py, and beside each its loss mask, NAME.mask.bin: the
+same header and uint16 format, a vocabulary size of 2, and a 0 or 1 for each token (1: a target of the loss).
 dataset.json then lists the files and the splits "sft_train" and "sft_val". Without --val-source, --val-fraction of the
 conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers. What is in
-both splits is left out of training.
+both splits is removed from training.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def check_messages(value: Any) -> list[Message]:
     except (AttributeError, TypeError):  # parts that are no dict or text
         messages = None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('there is no list "messages" of {"role", "content"}, nor another known form')
+        raise ValueError('it has no list "messages" of {"role", "content"} and no other known form')
     result: list[Message] = []
     system: list[str] = []  # texts for the next message of the user
     for number, message in enumerate(messages, 1):
@@ -121,16 +121,16 @@ def check_messages(value: Any) -> list[Message]:
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
             actual = role if isinstance(role, str) else None
-            raise ValueError(f"{where} has the role {actual!r}, expected {expected!r}, as they take turns")
+            raise ValueError(f"{where} has the role {actual!r}, expected {expected!r}, since roles alternate")
         parts = check_content(content, role, where)
         if role == "user":
             parts = [("text", "\n\n".join([*system, "".join(text for _, text in parts)]))]
             system = []
         result.append((role, parts))
     if len(result) < 2:
-        raise ValueError("there is no answer by the assistant")
+        raise ValueError("it has no answer by the assistant")
     if system:
-        raise ValueError("a system message follows the last message of the user")
+        raise ValueError("it has a system message after the last user message")
     return result
 
 
@@ -139,13 +139,13 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise ValueError(f"{where} ({role}) has no text as its content")
+        raise ValueError(f"{where} ({role}) has content that is not text")
     kinds = ("text", *SPECIAL_OF_PART) if role == "assistant" else ("text",)
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} ({role}) has a part that is no {' or '.join(kinds)}")
+            raise ValueError(f"{where} ({role}) has a part that is not {' or '.join(kinds)}")
         parts.append((kind, clean(part["text"])))
     if role in ("user", "assistant") and not any(text.strip() for _, text in parts):
         raise ValueError(f"{where} ({role}) is empty")
@@ -238,7 +238,7 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
     """A grade-school problem; a note <<expression=result>> becomes a call and its output."""
     texts = [value.get(key) if isinstance(value, dict) else None for key in ("question", "answer")]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError('there is no text "question" and "answer"')
+        raise ValueError('it has no text "question" and "answer"')
     parts = []
     for i, piece in enumerate(re.split(r"<<([^<>]*)>>", texts[1])):
         is_note = i % 2 == 1
@@ -254,7 +254,7 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
 def read_words(path: Path, flag: str) -> list[str]:
     """Words of a file, one a line: 2 to 20 letters, lower case."""
     if not path.is_file():
-        fail(f"{flag} spelling:{path} does not exist; give a file with one word a line")
+        fail(f"{flag} spelling:{path} does not exist; use a file with one word per line")
     lines = (line.decode("utf-8", "replace").strip().lower() for line in read_lines(path))
     words = list(dict.fromkeys(word for word in lines if word.isalpha() and 2 <= len(word) <= 20))
     if not any(map(is_val_word, words)) or all(map(is_val_word, words)):
@@ -408,7 +408,7 @@ def encode_source(
             conversations.append((tokens[: args.max_len], mask[: args.max_len]))
     if not conversations:
         hint = f"check the file, or whether --max-len {args.max_len} truncates all answers"
-        fail(f"--source {source.name} gives no conversation; {hint}")
+        fail(f"--source {source.name} yields no conversation; {hint}")
     return conversations
 
 
@@ -441,7 +441,7 @@ def read_splits(
     tallies["train"]["repeated"] = len(train) - len(splits["train"])
     for i, (split, conversations) in enumerate(splits.items()):
         if not conversations:
-            fail(f"no {split} conversation is left; give more different ones, larger weights or --val-source")
+            fail(f"no {split} conversation is left; add different ones, raise weights or use --val-source")
         np.random.default_rng([args.seed, 2, i]).shuffle(conversations)
     return splits, tallies
 
@@ -520,7 +520,7 @@ def build(args: argparse.Namespace) -> None:
             f"{tally['bad']:,} bad ones skipped"
         )
     if repeated := tallies["train"]["repeated"]:
-        print(f"left out of training: {repeated:,} conversations of the validation split")
+        print(f"removed from training: {repeated:,} conversations of the validation split")
     print(f"wrote {out / 'sft'}")
 
 
@@ -536,15 +536,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
-    add("--source", required=True, action="append", metavar="SPEC", help="conversations, see above; repeatable")
+    add("--source", required=True, action="append", metavar="SPEC", help="conversations, in a form above; repeatable")
     add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
     held_out = "held-out fraction without --val-source (default: 0.01, at least 50 or 5 %%)"
     add("--val-fraction", metavar="F", type=float, help=held_out)
-    max_len = "maximum tokens of a conversation; longer ones are truncated [%(default)s]"
+    max_len = "maximum tokens per conversation; longer ones are truncated [%(default)s]"
     add("--max-len", type=int, default=2048, help=max_len)
     add("--skip-bad", action="store_true", help="skip malformed conversations, and count them")
     add("--seed", type=int, default=1337, help="seed of the shuffle and all random choices [%(default)s]")
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens of a shard [%(default)s]")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard [%(default)s]")
     add("--workers", type=int, default=available_cores(), help="number of encoding threads [%(default)s]")
     args = parser.parse_args()
     check_flags(args, max_len=8, shard_tokens=1, workers=1, seed=0)

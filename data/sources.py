@@ -112,9 +112,9 @@ class Source:
         first = self.source[0]
         named = [spec for spec in self.source if not is_local(spec)]
         if named and len(self.source) > 1:
-            fail(f"--source {named[0]} cannot be read together with others; give it alone")
+            fail(f"--source {named[0]} cannot be combined with other sources; use it alone")
         if named and self.interleave:
-            fail(f"--interleave is for files on this machine, --source is {first}; leave it out")
+            fail(f"--interleave is for local files, but --source is {first}; omit it")
         if first == "stdlib":
             self.inputs = [stdlib_text.identity()]
             self.val_reader = partial(stdlib_text.documents, "val")
@@ -136,7 +136,7 @@ class Source:
         if is_hub(self.source[0]):
             if self.val_source is None:
                 if len(self.files) < 2:
-                    fail(f"--source {self.source[0]} has one file but needs 2; give --val-source")
+                    fail(f"--source {self.source[0]} has one file but needs 2; pass --val-source")
                 val_files = [self.files.pop()]
                 self.val_reader = partial(self.read_files, val_files)
                 self.val_documents = self.val_documents or HUB_VAL_DOCUMENTS
@@ -259,7 +259,7 @@ def check_apart(*sources: list[list[Any]]) -> None:
         # The standard library, which is no file, keeps its two parts apart itself.
         files = {tuple(content): name for name, *content in inputs if len(content) == 2}
         for content in files.keys() & names.keys():
-            fail(f"--source/--val-source: {files[content]} is the same file as {names[content]}; name it once")
+            fail(f"--source/--val-source: {files[content]} is the same file as {names[content]}; list it once")
         names |= files
 
 
@@ -341,7 +341,7 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
             fail(f"--source {part} matches no file; check the path, or see --help for other sources")
         others = [path for path in found if not has_ending(path, suffixes)]
         if others and is_named and not is_folder:
-            fail(f"--source file {part} has an unknown ending; use one of {endings}")
+            fail(f"--source file {part} has an unknown extension; use one of {endings}")
         skipped.update(path.suffix.lower() or "without ending" for path in others)
         paths += [path for path in found if has_ending(path, suffixes)]
     if skipped:
@@ -354,7 +354,7 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
         if not path.exists():
             fail(f"--source file {path} is a link to a file that does not exist; restore the file or remove the link")
         if path.resolve() in seen:
-            fail(f"--source names the file {path} twice; name it once")
+            fail(f"--source lists the file {path} twice; list it once")
         seen.add(path.resolve())
     return paths
 
@@ -365,9 +365,9 @@ def without_binaries(paths: list[Path], skip_bad: bool) -> list[Path]:
     names = ", ".join(map(str, binaries))
     if binaries and not skip_bad:
         advice = "convert them to UTF-8, or leave them out with --skip-bad"
-        fail(f"{len(binaries):,} of {len(paths):,} files hold UTF-16 or no text: {names}; {advice}")
+        fail(f"{len(binaries):,} of {len(paths):,} files are UTF-16 or not text: {names}; {advice}")
     if binaries:
-        print(f"skipped files that hold UTF-16 or no text: {names}", file=sys.stderr)
+        print(f"skipped files that are UTF-16 or not text: {names}", file=sys.stderr)
     return [path for path in paths if path not in binaries]
 
 
@@ -414,7 +414,7 @@ def allow_open_files(count: int) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
         except ValueError:
-            fail(f"--interleave opens {count} files at a time, the system allows {hard}; raise ulimit -n or join files")
+            fail(f"--interleave opens {count} files at once, the system allows {hard}; raise ulimit -n or join files")
 
 
 def records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str]]:
@@ -452,13 +452,13 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 number += 1
                 yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, OSError) as problem:
-        fail(f"{path} cannot be read after line {number} ({problem}); fetch it again")
+        fail(f"{path} cannot be read after line {number} ({problem}); download it again")
 
 
 def open_lines(path: Path) -> BinaryIO:
     """A plain, .gz or .zst file, unpacked; an empty archive ends the script."""
     if has_ending(path, (".gz", ".zst")) and not path.stat().st_size:
-        fail(f"{path} is empty; fetch it again")
+        fail(f"{path} is empty; download it again")
     if has_ending(path, ".gz"):
         return gzip.open(path)
     if not has_ending(path, ".zst"):
@@ -483,7 +483,7 @@ def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any
             for batch in file.iter_batches(1024, columns=list(columns) or None):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
-        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
+        fail(f"{path} is not a readable parquet file ({problem}); download it again")
 
 
 def text_documents(path: Path) -> Iterator[str]:
@@ -517,7 +517,7 @@ def text_documents(path: Path) -> Iterator[str]:
 
 @functools.cache  # once for a file that is read several times
 def warn_of_encoding(path: Path) -> None:
-    print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
+    print(f"warning: {path} has bytes that are not UTF-8; convert it, or they become \ufffd", file=sys.stderr)
 
 
 # ==== flags
@@ -532,7 +532,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")
     add("--max-documents", type=int, help="maximum number of documents (default: all)")
     add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
-    add("--interleave", action="store_true", help="local files side by side, not one after the other")
+    add("--interleave", action="store_true", help="read local files side by side, not one after another")
     add("--skip-bad", action="store_true", help="skip malformed lines, and files that are not UTF-8")
 
 

@@ -47,7 +47,7 @@ PATTERNS = {
 }
 VOCAB_SIZE = 32_768
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)  # all bytes
-DOC_CAP = 10_000  # maximum characters of a document to train on, so that no book shapes the merges
+DOC_CAP = 10_000  # maximum characters per document to train on, so that no book shapes the merges
 MAX_CHARS = 2_000_000_000
 HINT = "train it again with data/tokenizer.py"
 PIECE = 100_000  # characters of a text that is too much for the split regex at once
@@ -85,8 +85,8 @@ def train(
         # A word of its own for everything in the text would teach nothing.
         fitting = max(SMALLEST_VOCAB, 2 ** (limit // 4).bit_length())
         if vocab_size:
-            advice = f"give more text or a smaller size, such as {fitting}"
-            fail(f"the text is too small for --vocab-size {vocab_size}: only {limit} entries; {advice}")
+            advice = f"use more text or a smaller size, such as {fitting}"
+            fail(f"the text is too small for --vocab-size {vocab_size}: it yields only {limit} entries; {advice}")
         print(f"note: the text is small: the vocabulary has {fitting:,} entries, not {VOCAB_SIZE:,}")
         num_ranks = fitting - len(SPECIAL_TOKENS)
     special = {name: num_ranks + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -129,12 +129,12 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         fail(f"{path} is damaged ({problem!r}); {HINT}")
     every_byte = {bytes([b]) for b in range(256)}
     if not every_byte <= set(ranks) or b"" in ranks or len(set(ranks)) < len(ranks):
-        fail(f"{path} is damaged: its ranks must differ and hold all bytes; {HINT}")
+        fail(f"{path} is damaged: its ranks must be distinct and cover all bytes; {HINT}")
     end = len(ranks) + len(special)
     if end > MAX_VOCAB or ids != list(range(len(ranks), end)):
-        fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {HINT}")
+        fail(f"{path} is damaged: special ids must follow the ranks, below {MAX_VOCAB}; {HINT}")
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
-        fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {HINT}")
+        fail(f"{path} has no <|bos|> or <|endoftext|> token to start documents with; {HINT}")
     if problem := pattern_problem(pattern):
         fail(f"{path} is damaged: {problem}; {HINT}")
     return pattern, ranks, special
@@ -153,7 +153,7 @@ def pattern_problem(pattern: str) -> str | None:
     except (TypeError, ValueError) as problem:
         return f"its pattern does not work ({problem})"
     if 256 in tokens or bytes(tokens.tolist()) != TEST_TEXT.encode():
-        return "its pattern loses text or matches nothing at some place"
+        return "its pattern loses text or matches an empty string"
     return None
 
 
@@ -222,13 +222,13 @@ def describe(path: str | Path) -> dict[str, Any]:
 def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, Any]:
     """GPT-2's vocabulary as tokenizer.json, from its two files or tiktoken's copy."""
     if (vocab_bpe is None) != (encoder_json is None):
-        fail("--vocab-bpe and --encoder-json belong together; give both or neither")
+        fail("--vocab-bpe and --encoder-json belong together; pass both or neither")
     if vocab_bpe is None:
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as problem:  # tiktoken lets through whatever its HTTP client raises
-            way = "download vocab.bpe and encoder.json of GPT-2 and give them with --vocab-bpe and --encoder-json"
-            fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); {way}")
+            way = "download GPT-2's vocab.bpe and encoder.json and pass them as --vocab-bpe and --encoder-json"
+            fail(f"tiktoken cannot download the gpt2 files ({type(problem).__name__}); {way}")
         ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
         return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
     try:
@@ -245,7 +245,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     held_out = "held-out part of local files: 1 document in round(1 / F) (default: 0.01; 0.05 below 5 MB)"
     add("--val-fraction", metavar="F", type=float, help=held_out)
-    size = f"entries, special tokens included (default: {VOCAB_SIZE}, less for little text)"
+    size = f"entries, special tokens included (default: {VOCAB_SIZE}, fewer for little text)"
     add("--vocab-size", type=int, help=f"size of a new tokenizer in {size}")
     add("--pattern", choices=PATTERNS, help="split pattern of a new tokenizer (default: gpt4)")
 
@@ -281,7 +281,7 @@ def parse_arguments() -> argparse.Namespace:
     add_training_flags(p)
     add = p.add_argument
     add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on [%(default)s]")
-    add("--doc-cap", type=int, default=DOC_CAP, help="maximum characters of a document [%(default)s]")
+    add("--doc-cap", type=int, default=DOC_CAP, help="maximum characters per document [%(default)s]")
     add("--out", required=True, type=Path, help="path of the new tokenizer.json")
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")

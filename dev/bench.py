@@ -40,7 +40,7 @@ chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 chooser.add_argument("--script", default=SCRIPTS[0])
 script = chooser.parse_known_args()[0].script  # before its own flags can be read
 if script not in SCRIPTS:
-    sys.exit(f"error: --script {script} is none of {', '.join(SCRIPTS)}")
+    sys.exit(f"error: --script {script} is not one of {', '.join(SCRIPTS)}")
 ts = importlib.import_module(Path(script).stem)
 
 UNMEASURED = 5  # steps before the timed ones of a stage

@@ -137,8 +137,8 @@ def main() -> dict:
     parser = bench.make_parser("bench_generate.py", __doc__, 1)
     parser.description = __doc__.splitlines()[0]
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="batch sizes %(default)s")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt [%(default)s]")
-    parser.add_argument("--new", type=int, default=128, help="new tokens of each prompt [%(default)s]")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens per prompt [%(default)s]")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per prompt [%(default)s]")
     args = parser.parse_args()
     config = bench.make_config(args, 0)
     ranks = ts.start_ranks()

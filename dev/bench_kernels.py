@@ -18,7 +18,7 @@ NAMES = ("ce", "sym", "mlp", "attention", "qkv", "fp8")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}; default all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to time: {', '.join(NAMES)} (default: all)")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(NAMES):
         parser.error(f"unknown part {unknown.pop()}; use {', '.join(NAMES)}")

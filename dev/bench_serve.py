@@ -191,10 +191,10 @@ def main() -> int:
     add = parser.add_argument
     add("--port", type=int, default=8000, help="port of the server on 127.0.0.1 [%(default)s]")
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
-    add("--requests", type=int, default=4, help="requests of each client, of a single one four times as many")
+    add("--requests", type=int, default=4, help="requests per client; a single client sends four times as many")
     add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
-    add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
-    add("--processes", type=int, default=4, help="processes that the clients are spread over [%(default)s]")
+    add("--soak", type=int, default=0, metavar="N", help="a soak test of N requests, instead of the table")
+    add("--processes", type=int, default=4, help="number of processes to spread the clients over [%(default)s]")
     add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
     args = parser.parse_args()
     if args.smoke:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="directory of a run of runs/portable.args")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, as --source of data/pretrain.py")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="directory of a run with runs/portable.args")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="test text, as --source of data/pretrain.py")
     return parser.parse_args()
 
 

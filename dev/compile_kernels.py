@@ -1,4 +1,4 @@
-"""Compiles every kernel of a script and of runs/ for GPUs that need not be there; prints what each would need of them.
+"""Compiles every kernel of a script and of runs/ for GPUs that this machine need not have; prints what each needs.
 
     python dev/compile_kernels.py [--script train_medium.py] [--quick] [80 86 89 90 100 120]
 
@@ -7,7 +7,7 @@ script, runs/engine/kernel.py and runs/lib/choices.py call them, on tensors of t
 machine code (its ptxas needs no GPU).
 With --quick only the forms that training and decoding of the default recipe need are compiled.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
-KiB of a program, and must stay below what the card gives one. Exit code 1 if a kernel does not fit. This says nothing
+KiB of a program, and must stay below the GPU's limit. Exit code 1 if a kernel does not fit. This says nothing
 about speed: dev/bench_kernels.py does.
 """
 
@@ -138,7 +138,7 @@ def main() -> None:
     for device.arch in args.archs:
         launches(script, script.Config(), args.quick)
     if misfits:
-        raise SystemExit(f"{misfits} kernels ask for more shared memory than the card has")
+        raise SystemExit(f"{misfits} kernels ask for more shared memory than the GPU has")
 
 
 if __name__ == "__main__":

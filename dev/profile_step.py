@@ -79,7 +79,7 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
 
 def main() -> dict:
     parser = bench.make_parser("profile_step.py", __doc__, 5)
-    parser.add_argument("--out", default="out/profile/trace.json", help="default %(default)s")
+    parser.add_argument("--out", default="out/profile/trace.json", help="file for the trace [%(default)s]")
     args = parser.parse_args()
     config = bench.make_config(args, 5)
     ranks = ts.start_ranks()

@@ -1,4 +1,4 @@
-"""Variants of a recipe with several seeds each: a small file of lists becomes runs, a table and a picture.
+"""Trains variants of a recipe, each with several seeds, and writes a table and a plot.
 
     python dev/sweep.py dev/ablations.toml
     python dev/sweep.py dev/ablations.toml --only mixing,fp8 --seeds 0,1,2
@@ -20,9 +20,9 @@ values:
 
 The flags of all variants are checked before the first run. Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES
 chooses among them); without a GPU the runs follow each other. Finished runs are kept: the same command continues where
-it was stopped. Runs, table (sweep.md) and picture (sweep.png) lie in --out. Differences are means minus the base, with
-the 95 % interval and p of Welch's t-test. GPUs differ by some percent in speed, so milliseconds of runs on different
-ones are a hint only.
+it stopped. Runs, table (sweep.md) and plot (sweep.png) are in --out. Differences are means minus the base, with the
+95 % interval and p of Welch's t-test. GPUs of one model differ by a few percent in speed, so step times from different
+GPUs are only a rough guide.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path} is not TOML: {error}") from None
     for key, value in text.items():
         if key not in KEYS:
-            raise UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")
+            raise UserError(f"{path} has the unknown entry {key}; known are {', '.join(KEYS)}")
         if key in ("variants", "grid") and not isinstance(value, dict):
             raise UserError(f"{path}: {key} must be a table, [{key}], not {value}")
 
@@ -104,7 +104,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
     named = text.get("variants", {})
     if BASE in named:
-        raise UserError(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
+        raise UserError(f"{path}: {BASE} is the name of the runs without changes; rename the variant")
     variants = {BASE: []}
     for name, flags in named.items():
         variants[name] = words_of(flags, f"{path}: the variant {name}")
@@ -256,7 +256,7 @@ def run_all(jobs: list[Job], script: Path, bar: tqdm) -> None:
             threads.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 process.terminate()
-            raise UserError("stopped; finished runs are kept, and the same command continues with the others") from None
+            raise UserError("stopped; finished runs are kept, and the same command continues with the rest") from None
 
 
 # ==== what came of it
@@ -345,10 +345,10 @@ def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     add = parser.add_argument
-    add("file", type=Path, help="the list, TOML")
-    add("--out", type=Path, help="folder of runs, table and picture (default out/NAME of the file)")
-    add("--only", help="beginnings of the names of some variants, separated by commas")
-    add("--seeds", metavar="N[,N]", help="instead of those of the file")
+    add("file", type=Path, help="TOML file that lists the variants")
+    add("--out", type=Path, help="folder for runs, table and plot (default: out/ and the name of the file)")
+    add("--only", help="variants to run: the beginnings of their names, separated by commas")
+    add("--seeds", metavar="N[,N]", help="seeds to run (default: the file's)")
     args, more = parser.parse_known_args(argv)
     sweep = read_sweep(args.file)
     choose(sweep, args.only, args.seeds)

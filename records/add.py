@@ -53,7 +53,7 @@ def read_run(run_dir: Path, script: str) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": its future run_SEED.json}."""
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
-            hint = "it is of another track" if name == script else "name the directory of a run"
+            hint = "it belongs to another track" if name == script else "pass the directory of a run"
             raise UserError(f"{run_dir} has no {name}; {hint}")
     description = entry.read_description(run_dir)
     if description["command"] != "pretrain":
@@ -118,7 +118,7 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=first)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed no error"]
-        raise UserError(f"{first / script} does not tell its Config: {lines[-1]}")
+        raise UserError(f"{first / script} does not print its Config: {lines[-1]}")
     made = [json.loads(line) for line in done.stdout.splitlines()[-len(runs) :]]
     # The tokenizer gives vocab_size, and intervals may change when a run is resumed.
     free = ("data", "wandb", "vocab_size", *flags.INTERVAL_FIELDS)
@@ -164,8 +164,8 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
-        raise UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
-    files.raise_first([f"these runs make no entry: {problem}" for problem in rules.problems(folder)])
+        raise UserError(f"the entry would take {size:,} bytes, more than {MAX_BYTES:,}; raise --log-every")
+    files.raise_first([f"these runs cannot make an entry: {problem}" for problem in rules.problems(folder)])
     check_configs(runs, args_text, script)
 
 
@@ -174,7 +174,7 @@ def copy_run(run: dict, folder: Path) -> None:
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
-        raise UserError(f"{run['dir']} has the seed {seed}, as another run; an entry needs different seeds")
+        raise UserError(f"{run['dir']} has the seed {seed}, like another run; an entry needs different seeds")
     file.write_text(files.to_json(run["file"]), encoding="utf-8")
     log = (run["dir"] / "log.jsonl").read_bytes()
     (folder / f"log_{seed}.jsonl.gz").write_bytes(gzip.compress(log, 9, mtime=0))
@@ -190,15 +190,15 @@ def main(argv: list[str] | None = None) -> None:
     add("--track", required=True, choices=entry.SCRIPTS, help="training script")
     add("--slug", required=True, help="short name in lower case, e.g. wider-mlp")
     add("--baseline", metavar="ENTRY", help="entry to compare with, a folder of baselines/")
-    add("--hypothesis", default="", help="expectation and its reason")
-    add("--change", default="", help="difference to the baseline")
-    add("--dropped", default="", help="attempts without success")
+    add("--hypothesis", default="", help="what was expected, and why")
+    add("--change", default="", help="what differs from the baseline")
+    add("--dropped", default="", help="what was tried and dropped")
     add("--out", type=Path, default=files.BASELINES, help="folder of entries (default baselines/)")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
-        raise UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
+        raise UserError(f"--slug {args.slug} must be lower-case words and digits joined by -, e.g. wider-mlp")
     if args.baseline and not (args.out / Path(args.baseline).name / "record.json").is_file():
-        raise UserError(f"--baseline {args.baseline} is not an entry in {args.out}; name a folder there")
+        raise UserError(f"--baseline {args.baseline} is not an entry in {args.out}; pass the name of a folder there")
     script = f"train_{args.track}.py"
     runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])

@@ -4,7 +4,7 @@
     python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --plot curves.png
 
-In a folder of runs, finished ones count.
+In a folder of runs, only finished ones count.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def merge_seeds(group: list[Row]) -> Row:
     runs = [row.runs[0] for row in group]
     curves = [row.curves[0] for row in group]
     if len({run["seed"] for run in runs}) < len(runs):
-        raise UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
+        raise UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; pass one of each")
     session = None
     if all(row.session for row in group) and len({row.session[0] for row in group}) == 1:
         gpus = [gpu for row in group for gpu in row.session[1:]]

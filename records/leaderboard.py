@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
         old = page.read_text(encoding="utf-8")
         new = old[: old.index(BEGIN)] + part + old[old.index(END) + len(END) :]
         files.write_atomic(page, new)
-        print(f"{os.path.relpath(page)}: {'was current' if new == old else 'is written'}")
+        print(f"{os.path.relpath(page)}: {'is up to date' if new == old else 'updated'}")
     for path in draw():
         print(f"{os.path.relpath(path)}: written")
 

@@ -44,13 +44,13 @@ def problems(folder: Path) -> list[str]:
         core_tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for path in core_tables:
             if metrics.read_core(path)[0] != metrics.read_core(core_tables[0])[0]:
-                out.append(f"{path.name}: it is of other examples than {core_tables[0].name}; score all of them")
+                out.append(f"{path.name}: it scores other examples than {core_tables[0].name}; score all runs alike")
         out += check_copies(folder, record, logs)
         out += check_metrics(folder, record, logs)
     except (files.UserError, OSError) as error:
         out.append(str(error))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        out.append(f"record.json, README.md or a file of a run has another form ({error!r})")
+        out.append(f"record.json, README.md or a file of a run is malformed ({error!r})")
     return out
 
 
@@ -125,7 +125,7 @@ def flag_problems(folder: Path, record: dict, run_flags: list[str]) -> list[str]
     if set(fixed) & set(flags.LENGTH_FLAGS):
         fixed += flags.LENGTH_FLAGS
     repeated = [name for name in names if name in fixed]
-    return [f"record.json: {name} is given, which {args} fixes; leave it out" for name in repeated]
+    return [f"record.json: {name} is given, but {args} fixes it; omit the flag" for name in repeated]
 
 
 # ==== logs
@@ -150,7 +150,7 @@ def check_log(log: list[dict], config: dict | None, machine: dict) -> list[str]:
     if config and last != planned_steps(config):
         out.append(f"it ends at step {last} of {planned_steps(config)}: the run is not finished")
     if val[-1]["step"] != last:
-        out.append(f"the last validation is of step {val[-1]['step']}, the last training step is {last}")
+        out.append(f"the last validation is at step {val[-1]['step']}, the last training step is {last}")
 
     # From line to line.
     columns = [[line["step"], line["tokens"], line["train_seconds"]] for line in train]

@@ -183,7 +183,7 @@ def add(args: argparse.Namespace) -> None:
     """Writes the two tracks that flags describe. Raises UserError if tracks.json has others."""
     for flag, text in (("--dataset", args.dataset), ("--name", args.name or args.dataset)):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
-            raise UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
+            raise UserError(f"{flag} {text} must be lower-case words and digits joined by -, e.g. p34")
     sys.path.insert(0, str(files.ROOT))
     script = importlib.import_module(f"train_{args.script}")
     try:
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     flag("--num-devices", type=int, default=1, help="number of GPUs (default 1)")
     flag("--made-by", help="command that makes the dataset")
     flag("--train", help="command that trains on the track")
-    flag("--name", help="beginning of the tracks' names (default DATASET-SCRIPT)")
+    flag("--name", help="prefix of the two tracks' names (default DATASET-SCRIPT)")
     flag("--config", help="JSON object of fields that the Config of an entry must hold")
     flag("--first", type=Path, help="entry whose seeds set the limits")
     flag("--max-epochs", type=int, default=1, help="passes over the text (default 1)")

@@ -31,7 +31,7 @@ HELP = """\
 /retry         ask the last question again
 /undo          forget the last question and its answer
 /temperature X sampling temperature from now on
-/system TEXT   instructions ahead of the conversation; without TEXT: none
+/system TEXT   new system message; without TEXT: none
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
 /quit          end the chat (also Ctrl-D)
@@ -48,11 +48,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="model name on the server (default: the first one)")
     add("--prompt", help="single message to answer")
-    add("--system", default="", help="instructions ahead of the conversation")
+    add("--system", default="", help="system message, with instructions for the whole conversation")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
     add("--top-k", type=int, help="number of most likely tokens to sample from; 0: all (default: 50)")
     add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from [%(default)s]")
-    add("--max-tokens", type=int, help=f"maximum tokens of an answer (default: {MAX_TOKENS}; of a server: its own)")
+    add("--max-tokens", type=int, help=f"maximum tokens per answer (default: {MAX_TOKENS}; a server's own)")
     add("--seed", type=int, help="seed of the sampling (default: a random one)")
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not (0 <= args.temperature < math.inf and 0 <= args.top_p <= 1):
         parser.error("--temperature must be at least 0, and --top-p from 0 to 1")
     if args.prompt is not None and not args.prompt.strip():
-        parser.error("--prompt is empty; give it a text")
+        parser.error("--prompt is empty; pass a text")
     return args
 
 
@@ -170,7 +170,7 @@ class Pretrained(OwnModel):
             command = "pip install -r runs/huggingface/requirements-hf.txt"
             raise RunError(f"{folder} needs transformers; {command}") from None
         if not args.trust and list(folder.glob("*.py")):
-            raise RunError(f"{folder} holds Python files, which --trust executes; read them, then add --trust")
+            raise RunError(f"{folder} contains Python files, which --trust executes; read them, then add --trust")
         options = {"local_files_only": True, "trust_remote_code": args.trust}  # without the latter transformers asks
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -178,7 +178,7 @@ class Pretrained(OwnModel):
         except (OSError, ValueError) as error:
             raise RunError(f"transformers cannot load {folder} ({first_line(error)})") from None
         if not self.tokenizer.chat_template:
-            raise RunError(f"{folder} has no chat template, so it is no model to chat with")
+            raise RunError(f"{folder} has no chat template, so it is not a chat model")
         super().__init__(args, self.model.config.max_position_embeddings)
         self.model.to(device)
 
@@ -349,7 +349,7 @@ class Chat:
             self.set_temperature(rest)
         elif name == "/system":
             self.system = rest
-            say("(set)" if rest else "(no system text)")
+            say("(set)" if rest else "(no system message)")
         elif name == "/save":
             self.save(rest)
         elif name == "/help":
@@ -378,7 +378,7 @@ class Chat:
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
         if not name or not self.messages:
-            say("/save needs a file name, and something that was said")
+            say("/save needs a file name and a conversation to save")
             return
         path = Path(name).expanduser()
         messages = []

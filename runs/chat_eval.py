@@ -40,14 +40,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("run_dir", metavar="RUN", type=Path, help="directory of a finetuned run")
     add("--files", type=Path, metavar="FOLDER", help="folder with the files of the tasks (default: downloaded)")
-    add("--tasks", default="", metavar="A,B", help=f"names of tasks, of {','.join(TASKS)} (default: all)")
-    add("--limit", type=int, metavar="N", help="number of random examples of each task (default: all)")
-    add("--run-code", action="store_true", help="score humaneval, whose programs can reach all of your files")
+    add("--tasks", default="", metavar="A,B", help=f"tasks to score, from {','.join(TASKS)} (default: all)")
+    add("--limit", type=int, metavar="N", help="number of random examples per task (default: all)")
+    add("--run-code", action="store_true", help="score humaneval too; the programs it runs can reach all of your files")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
     if unknown := set(args.tasks) - set(TASKS):
-        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
+        parser.error(f"--tasks lists {unknown.pop()}, which is not one of {', '.join(TASKS)}")
     return args
 
 
@@ -133,11 +133,11 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
         if args.tasks and name not in args.tasks:
             continue
         if name == "humaneval" and not args.run_code:
-            say(f"{name:34} skipped: it executes programs of the model; allow that with --run-code")
+            say(f"{name:34} skipped: it executes code that the model writes; allow that with --run-code")
             continue
         examples = read_task(name, args.files, args.limit)
         if not examples:
-            where = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; use --files"
+            where = f"{args.files} has no file for it" if args.files else "it is not on Hugging Face; use --files"
             if args.tasks:
                 raise RunError(f"{name} cannot be scored: {where}")
             say(f"{name:34} skipped: {where}")

@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--language", default="en", metavar="CODE", help="language in the model card (default: en)")
     args = parser.parse_args(argv)
     if not (args.out or args.gguf):
-        parser.error("give --out DIR, --gguf FILE, or both")
+        parser.error("pass --out DIR, --gguf FILE, or both")
     own_name = args.out.resolve().name if args.out else args.gguf.name.removesuffix(".gguf")
     args.path = args.name or from_here(args.out or args.gguf, own_name)
     args.name = args.name or own_name
@@ -129,7 +129,7 @@ def convert(run: Run, run_dir: Path, for_llama_cpp: bool) -> tuple[dict, dict[st
         return export_portable.qwen_config(c), export_portable.qwen_weights(model)
     advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern qwen2`"
     if for_llama_cpp:
-        raise RunError(f"llama.cpp does not know the shape of {run_dir} ({reason}); {advice}")
+        raise RunError(f"llama.cpp does not support the architecture of {run_dir} ({reason}); {advice}")
     if c.swiglu or c.rotary_full or not c.softcap:
         raise RunError(f"{run_dir} is only partly portable ({reason}); {advice}")
     return describe_model(model), convert_weights(run.script, model)
@@ -190,14 +190,14 @@ def export(args: argparse.Namespace) -> None:
         export_run(args)
     elif kind == "encoder":
         if args.gguf:
-            raise RunError(f"{args.run_dir} is an encoder, which has no GGUF file here; give --out DIR instead")
+            raise RunError(f"{args.run_dir} is an encoder, which --gguf cannot export; pass --out DIR")
         sys.path.append(str(Path(__file__).with_name("encoder")))
         from export_encoder import export_encoder
 
         export_encoder(args.run_dir, args.out)
     else:
         if args.out:
-            raise RunError(f"{args.run_dir} is an export already; give --gguf FILE without --out")
+            raise RunError(f"{args.run_dir} is already an export; pass --gguf FILE without --out")
         export_portable.write_gguf(args, *export_portable.read_folder(args.run_dir))
 
 

@@ -2,16 +2,16 @@
 
     python runs/finetune.py out/RUN                        one pass over the conversations of its dataset
     python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --max-epochs 3
-    python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
+    python runs/finetune.py --resume --run-dir out/SFT     continue an interrupted run
     torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
 
 RUN comes first, then any training flags (`runs/finetune.py RUN --help` lists them) and
 
     --packs N       packs per step (default 8 for train_small.py, 16 for train_medium.py)
-    --lr X          initial rate as a fraction of the pretraining rate (default 0.8 and 0.3)
+    --lr X          initial learning rate as a fraction of pretraining's (default 0.8 and 0.3)
 
-data/sft.py adds conversations to a dataset: RUN's own, or one with the same tokenizer given by --data. The loss mask
-has what the assistant writes. The script saved in RUN does the training, so the model is exactly the pretrained
+data/sft.py adds conversations to a dataset: RUN's own, or one with the same tokenizer given by --data. The loss
+covers only what the assistant writes. The script saved in RUN does the training, so the model is exactly the pretrained
 one. Bits per byte of held-out answers are logged before the first step. Talk to the model with runs/chat.py; score it
 with runs/chat_eval.py.
 """
@@ -69,7 +69,7 @@ class Conversations:
         if lengths.max() > limit:
             problem = f"a conversation of {lengths.max() + 1:,} tokens, but the model's context is {limit:,}"
             advice = f"make shorter ones with python data/sft.py --max-len {limit + 1}"
-            raise RunError(f"{dataset.root}/sft holds {problem}; {advice}")
+            raise RunError(f"{dataset.root}/sft contains {problem}; {advice}")
         self.count = len(lengths)
         self.inputs = int(lengths.sum())  # tokens, padding excluded
 
@@ -181,7 +181,7 @@ def script_directory(argv: list[str]) -> Path:
     if "--resume" in argv:
         return Path(args.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
-        advice = "name it first, as in python runs/finetune.py RUN"
+        advice = "pass it first, as in python runs/finetune.py RUN"
         raise RunError(f"finetuning needs a run directory with a checkpoint to start from; {advice}")
     return Path(argv[0])
 
@@ -194,7 +194,7 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", nargs="?", metavar="RUN", help="run directory to start from, as the first argument")
     add("--packs", type=int, metavar="N", help="packs per step")
-    add("--lr", type=float, metavar="X", help="initial rate as a fraction of the pretraining rate")
+    add("--lr", type=float, metavar="X", help="initial learning rate as a fraction of pretraining's")
     return parser
 
 

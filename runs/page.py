@@ -1,4 +1,4 @@
-"""A web page for the model of a server.
+"""A chat page for a model server.
 
     python runs/serve.py out/RUN --page              server and page together
     python runs/page.py http://127.0.0.1:8000        a page for a server that is running (key: OPENAI_API_KEY)
@@ -25,9 +25,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="server address [%(default)s]")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
-    add("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
+    add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     add("--allow-host", metavar="NAME", action="append", default=[],
-        help="further name of this machine in the Host header, such as that of a proxy, repeatable")  # fmt: skip
+        help="another host name that browsers may use for this page, such as a proxy's, repeatable")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -78,7 +78,7 @@ class Guard:
         if scope["type"] != "lifespan":
             headers = Headers(scope=scope)
             if foreign_host(headers, self.hosts) or foreign_origin(headers):
-                app = PlainTextResponse("this page answers only itself; see --allow-host", 403)
+                app = PlainTextResponse("this page accepts only its own requests; see --allow-host", 403)
             elif "upload" in scope["path"]:
                 app = PlainTextResponse("this page takes no files", 403)
         await app(scope, receive, send)
@@ -116,7 +116,7 @@ class Answer:
             seconds = max(time.monotonic() - self.start, 1e-3)
             notes.append(f"{self.num_tokens:,} tokens, {(self.num_tokens - 1) / seconds:,.0f} tokens/s")
         if self.reason == "length":
-            notes.append("cut at the longest answer or the end of the context")
+            notes.append("cut off at the maximum length or the end of the context")
         if num_dropped:
             notes.append(f"the oldest {num_dropped} messages no longer fit the context")
         return "; ".join(notes)
@@ -166,7 +166,7 @@ def settings(max_tokens: int) -> list:
         gr.Slider(0, 1, 1, step=0.01, label="Top-p"),
         gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
         gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
-        gr.Number(max_tokens, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
+        gr.Number(max_tokens, label="Maximum tokens per answer (0: what fits)", precision=0, minimum=0),
         gr.Number(None, label="Seed (empty: a new one each time)", precision=0),
     ]
 
@@ -271,7 +271,7 @@ def show(args: argparse.Namespace) -> None:
             footer_links=[], quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
     except (openai.OpenAIError, ValueError, IndexError) as error:
-        raise RunError(f"{args.url} names no model ({error_message(error)}); check the address") from None
+        raise RunError(f"{args.url} lists no model ({error_message(error)}); check the address") from None
     except OSError as error:
         raise RunError(f"cannot listen on {args.host} ({error}); choose another --host or --port") from None
     print(f"page: {url}", flush=True)

@@ -2,7 +2,7 @@
 
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
-    python runs/report.py out/RUN --against @runs/p34.args   draws it over another run or an entry of baselines/
+    python runs/report.py out/RUN --against @runs/p34.args   compares it with another run or an entry in baselines/
 
 Every training run ends with a report. It can be written again at any time, even during a run. Samples come from the
 newest checkpoint: continuations of three held-out documents after pretraining, answers to three questions after
@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--no-samples", action="store_true", help="table and curve alone, which need no PyTorch")
-    parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to draw beside it")
-    device = "device for samples: cuda, mps or cpu (default: the best there is)"
+    parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to plot for comparison")
+    device = "device for samples: cuda, mps or cpu (default: the best available)"
     parser.add_argument("--device", metavar="NAME", help=device)
     args = parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on a finetuned run: REINFORCE on answers that the model samples itself.
+"""Trains a finetuned run by reinforcement learning: REINFORCE on answers that it samples itself.
 
     python runs/rl.py out/SFT --task addition --digits 2      sums, worked column by column
     python runs/rl.py out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator
@@ -66,15 +66,15 @@ class Settings(BaseModel, allow_inf_nan=False):
     source: str
     no_compile: bool = False
     task: Literal[*MAX_TOKENS] = Field("addition", description="task to train on, addition or gsm8k")
-    digits: int = Field(2, ge=1, le=18, description="digits of each number of an addition")
-    files: str | None = Field(None, description="folder with the files of gsm8k, else downloaded")
-    steps: int = Field(250, ge=1, description="steps of the run")
-    prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
+    digits: int = Field(2, ge=1, le=18, description="digits of each number to add")
+    files: str | None = Field(None, description="folder with GSM8K's files (default: downloaded)")
+    steps: int = Field(250, ge=1, description="length of the run in steps")
+    prompts: int = Field(16, ge=1, description="questions per step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
     # Larger rates did harm: 0.5 for matrices, or 0.2 for all.
     muon_lr: float = Field(0.2, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
-    adam_lr: float = Field(0.02, gt=0, description="learning rate of all else, likewise")
-    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its correct digits")
+    adam_lr: float = Field(0.02, gt=0, description="learning rate of everything else, as a fraction of pretraining's")
+    partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its share of right digits")
     eval_every: int = Field(50, ge=0, description="steps between evaluations, 0: only before and after")
     eval_examples: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each held-out question for pass@k, 0: none")

@@ -22,16 +22,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
     add("--prompt", action="append", help="text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="maximum new tokens for each prompt [%(default)s]")
+    add("--tokens", type=int, default=128, help="maximum new tokens per prompt [%(default)s]")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
     add("--top-k", type=int, default=50, help="number of most likely tokens to sample from; 0: all [%(default)s]")
     add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from [%(default)s]")
     add("--seed", type=int, default=0, help="seed of the sampling [%(default)s]")
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: that of the run)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: the run's)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="only a comparison of decoding with the forward pass")
+    add("--check", action="store_true", help="only compare decoding with the forward pass")
     args = parser.parse_args(argv)
     if min(args.tokens - 1, args.temperature, args.top_k) < 0 or not 0 < args.top_p <= 1:
         parser.error("--tokens must be at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
@@ -66,9 +66,9 @@ def check(run: engine.Run) -> dict:
     for model, tolerance in models:
         error = decoding_error(model, run.tokenizer)
         if math.isnan(error):
-            raise RunError("the model's logits are not finite; name an earlier checkpoint with --step")
+            raise RunError("the model's logits are not finite; choose an earlier checkpoint with --step")
         if error > tolerance:
-            problem = "the model decodes other logits than its forward pass gives"
+            problem = "decoding does not give the logits of the forward pass"
             problem += f" (difference {error:.1e}, at most {tolerance:.0e} is rounding)"
             raise RunError(f"{problem}; use the tools of the commit that made the run")
     print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")

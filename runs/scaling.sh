@@ -8,20 +8,20 @@
 #                                          many tokens as the budget allows (FLOPs = 6 x weights x tokens)
 #     BUDGETS="1e17 3e17" DEPTHS="4 6 8" OUT=out/mine bash runs/scaling.sh laws [FLAGS]       another series
 #
-# Flags go to train_medium.py. A series that was stopped continues, and finished runs are skipped. The results are in
-# $OUT/results.csv and $OUT/scaling.png. Expected, computed and not measured, on 8 H200s at 4e15 FLOP/s and 3 USD an hour:
+# Flags go to train_medium.py. An interrupted series continues, and finished runs are skipped. The results are in
+# $OUT/results.csv and $OUT/scaling.png. Computed, not measured, for 8 H200s at 4e15 FLOP/s and 3 USD per GPU hour:
 #
 #     miniseries   3.5 billion training tokens (data/pretrain.py --source climbmix --max-files 80); 1.9e19 FLOPs; 1.3
-#                  hours, 11 device hours, 32 USD
+#                  hours, 11 GPU hours, 32 USD
 #     laws         9.6 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --max-epochs 2; 2.3e19 FLOPs;
-#                  1.6 hours, 12.5 device hours, 38 USD
+#                  1.6 hours, 12.5 GPU hours, 38 USD
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 series=${1:-}
 if [[ $series != miniseries && $series != laws ]]; then
-  echo "error: name a series, as in bash runs/scaling.sh miniseries, or laws" >&2
+  echo "error: choose a series: bash runs/scaling.sh miniseries, or laws" >&2
   exit 2
 fi
 shift

@@ -29,7 +29,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("run_dir", metavar="RUN", type=Path, help="directory of a pretrained run")
     add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
-    add("--limit", type=int, metavar="N", help="number of examples of each task, for a quick estimate (default: all)")
+    add("--limit", type=int, metavar="N", help="number of examples per task, for a quick estimate (default: all)")
     add("--batch-tokens", type=int, metavar="N", help="tokens per batch (default: by free memory)")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of weights (default: the run's)")
@@ -116,7 +116,7 @@ def score_run(args: argparse.Namespace) -> dict:
     dataset = open_dataset(run.script, args.data or run.config.data, args.run_dir)
     if not core_files(dataset):
         command = f"python data/core_tasks.py --download --data {dataset.root}"
-        raise RunError(f"{dataset.root} has no CORE tasks; run {command}, or name another dataset with --data")
+        raise RunError(f"{dataset.root} has no CORE tasks; run {command}, or pass another dataset with --data")
     limits = args.limit, dataset.info.get("core", {}).get("limit")  # the files may have been limited
     args.limit = min(filter(None, limits), default=None)
     bos_id = dataset.tokenizer.bos_id

@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one [%(default)s]")
     add("--max-num-seqs", type=int, default=0, metavar="N",
-        help="maximum number of answers that decode together (default: 32, without a GPU 8)")  # fmt: skip
+        help="maximum number of answers that decode together (default: 32, or 8 without a GPU)")  # fmt: skip
     add("--max-queue-size", type=int, default=256, metavar="N",
         help="maximum number of answers that wait for a slot [%(default)s]")  # fmt: skip
     add("--shutdown-timeout", type=float, default=10, metavar="SECONDS",
@@ -62,10 +62,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--name", help="model name (default: name of the run directory)")
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--compile", action="store_true", help="compiled steps: faster, after a start that takes half a minute longer")
+    add("--compile", action="store_true", help="compiled steps: faster, but the start takes half a minute longer")
     add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
         help=f"key that clients must send (default: ${KEY_VARIABLE})")  # fmt: skip
-    add("--page", action="store_true", help="web page beside the API (runs/page.py); its visitors need no key")
+    add("--page", action="store_true", help="chat page beside the API (runs/page.py); its visitors need no key")
     add("--access-log", action="store_true", help="log of requests on stderr")
     return parser.parse_args(argv)
 
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
         """The refusal of a request with these headers, or None if it may pass."""
         if foreign_host(headers, self.hosts):
             host = headers.get("host", "").lower()
-            problem = f"this server does not know {shorten(host)} of the Host header"
+            problem = f"this server does not accept the Host header {shorten(host)}"
             return APIError(403, f"{problem}; start it with --allow-host NAME to allow it")
         if foreign_origin(headers, tuple(self.origins)):
             origin = headers.get("origin")
@@ -200,13 +200,13 @@ class Server(uvicorn.Server):
         is_key = hmac.compare_digest(key.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
         if scheme.lower() == "bearer" and is_key:
             return None
-        return APIError(401, 'this server needs its key: send "Authorization: Bearer KEY"', code="invalid_api_key")
+        return APIError(401, 'this server needs an API key: send "Authorization: Bearer KEY"', code="invalid_api_key")
 
     async def root(self, http_request: HTTPRequest) -> Response:
         """For browsers: leads to the web page."""
         if self.page_url:
             return RedirectResponse(self.page_url)
-        raise HTTPException(404, "Not Found; a web page to chat with comes with --page")
+        raise HTTPException(404, "Not Found; --page starts a chat page")
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -287,7 +287,7 @@ async def read_body(http_request: HTTPRequest) -> bytes:
         async for part in http_request.stream():
             data += part
             if len(data) > MAX_BODY:
-                raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
+                raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes are allowed")
     except ClientDisconnect:
         raise APIError(499, "the client disconnected") from None
     return bytes(data)
@@ -329,7 +329,7 @@ def main() -> int:
     sys.stdout.reconfigure(errors="replace")  # "?" where the terminal cannot show a name
     try:
         if args.api_key == "":
-            raise RunError("--api-key is empty; name a key, or leave it out")
+            raise RunError("--api-key is empty; pass a key, or omit the flag")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
     except KeyboardInterrupt:

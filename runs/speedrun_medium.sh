@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a chat model of GPT-2's capability, with train_medium.py on all GPUs of this machine: data, tokenizer,
+# From text to a chat model aiming at GPT-2's CORE, with train_medium.py on all GPUs of this machine: data, tokenizer,
 # pretraining, CORE, finetuning, chat evaluation, export, report.
 #
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
@@ -11,10 +11,10 @@
 #     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.3 hours
 #     CORE           91,037 examples                                                                 5 minutes
 #     finetuning     460,000 conversations, about 0.4 billion tokens                                 10 minutes
-#     GPU time       1.5 hours of 8 GPUs: 12 device hours, 36 USD at 3 USD an hour and device
+#     GPU time       1.5 hours of 8 GPUs: 12 GPU hours, 36 USD at 3 USD each
 #
 # The target is a CORE score of at least 0.2565, that of GPT-2 XL; nanochat d24 reaches 0.2626 with as many tokens after
-# 99 minutes on 8 H100s. Call it again after an interruption: it continues, and skips the steps that are complete. The
+# 99 minutes on 8 H100s. After an interruption, run it again: it continues, and skips the steps that are complete. The
 # results are in out/speedrun_medium and out/speedrun_medium_sft, each with a report.md, and in out/speedrun_medium_hf
 # for transformers.
 set -euo pipefail

@@ -19,7 +19,7 @@
 # --run-code      let chat_eval.py execute programs that the model wrote; its limits are no security boundary
 # -- FLAGS        flags for pretraining
 #
-# Call it again with the same flags after an interruption: it continues where it stopped. If the files of CORE or of the
+# After an interruption, run it again with the same flags: it continues where it stopped. If the files of CORE or of the
 # chat tasks cannot be downloaded, they are skipped with a message. The report is out/NAME/report.md, the runs are base,
 # sft and rl in out/NAME, and out/NAME/log.txt has the output of all stages and their minutes.
 set -euo pipefail
@@ -90,7 +90,7 @@ stage() {
   command=$(printf '%q ' "${@:2}")
   if [[ -e $log.done ]]; then
     if [[ $(<"$log.done") != "$command" ]]; then
-      echo "error: $out holds the results of another command for $1; give another --name, or remove $out" >&2
+      echo "error: $out holds the results of another command for $1; choose another --name, or remove $out" >&2
       exit 2
     fi
     say "=== $1: complete"

@@ -182,7 +182,7 @@ def test_commands(make, tmp_path):
     assert "/save FILE" in say(chat, "/help")[1] and "unknown command /foo" in say(chat, "/foo")[1]
     say(chat, "/system Be kind.")
     assert chat.system == "Be kind." and "needs a file" in say(chat, "/save")[1]
-    assert "something that was said" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
+    assert "a conversation to save" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
     chat.messages.append({"role": "user", "content": "a"})
     assert "cannot write" in say(chat, f"/save {tmp_path}/none/x")[1] and chat.command("/quit") is False
     say(chat, "hello")
@@ -409,7 +409,7 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         ((young,), "has no complete checkpoint; wait until the run saves one"),
         ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
         (("--endpoint", ""), "cannot reach /v1"),
-        (("--endpoint", "http://h:abc"), "http://h:abc is no web address"),
+        (("--endpoint", "http://h:abc"), "http://h:abc is not a web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
     ]:  # fmt: skip

@@ -194,11 +194,11 @@ def test_the_command(bpe, files, tmp_path, capsys):
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
-        (("--files", files, "--tasks", "gsm8k"), "is no example of gsm8k"), (("--step", 99), "no checkpoint"),
+        (("--files", files, "--tasks", "gsm8k"), "is not an example of gsm8k"), (("--step", 99), "no checkpoint"),
     ):  # fmt: skip
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
     with pytest.raises(SystemExit):
         evaluate(run_dir, "--tasks", "mmlo")
-    assert "is none of" in capsys.readouterr().err
+    assert "is not one of" in capsys.readouterr().err

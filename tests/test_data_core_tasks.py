@@ -161,12 +161,12 @@ def test_the_public_bundle(data, bundle, tmp_path, monkeypatch, capsys):
         core_tasks.main()
         return capsys.readouterr().out
 
-    assert "not the original text" not in download()
+    assert "differs from the original" not in download()
     lambada = bundle / "eval_data/a/lambada.jsonl"
     lambada.write_bytes(lambada.read_bytes() + b"\n")
-    assert "note: not the original text, so no published score compares: lambada\n" in download()
+    assert "note: the text differs from the original, so published scores do not compare: lambada\n" in download()
     monkeypatch.setattr(core_tasks, "URL", (tmp_path / "none.zip").as_uri())
-    assert "cannot fetch" in sentence(core_tasks.main) and "pass --bundle" in sentence(core_tasks.main)
+    assert "cannot download" in sentence(core_tasks.main) and "pass --bundle" in sentence(core_tasks.main)
 
 
 @pytest.mark.parametrize("ending", ["zip", "tar.zst"])

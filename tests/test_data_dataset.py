@@ -138,7 +138,7 @@ def test_each_folder_has_its_own_fingerprint(tmp_path):
     for folder in ("sft", "core"):
         dataset.write_json(tmp_path / "dataset.json", {**info, folder: {"fingerprint": AA}})
         message = sentence(dataset.read_dataset, tmp_path)
-        assert "does not agree with itself" in message and f"{folder}/" in message
+        assert "is inconsistent" in message and f"{folder}/" in message
     info["files"].pop("core/copa.npz")
     dataset.write_dataset(tmp_path, info)
     assert "core" not in dataset.read_dataset(tmp_path)
@@ -156,7 +156,7 @@ def test_datasets_of_earlier_versions_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new", "part"), [
-    (f'"{AA}"', f'"{BB}"', "does not agree with itself"),
+    (f'"{AA}"', f'"{BB}"', "is inconsistent"),
     ("pretrain/val_000000.bin", "pretrain/\\u0000.bin", "bad path"),
     ("pretrain/val_000000.bin", "pretrain/.val.bin", "bad path"),
     ("pretrain/val_000000.bin", "pretrain/../../val.bin", "bad path"),
@@ -244,13 +244,13 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     (lambda root: dataset.write_shard(root / TRAIN, TOKENS[:5]), "was changed"),
     (lambda root: dataset.write_shard(root / "pretrain/train_000001.bin", TOKENS), "is not listed"),
     (lambda root: rewrite(root, [256, 1, 300, 256, 3]), "holds token 300 but the tokenizer has 258 entries"),
-    (lambda root: rewrite(root, [1, 2, 1, 2, 3]), "holds no BOS 256"),
+    (lambda root: rewrite(root, [1, 2, 1, 2, 3]), "lacks the tokenizer's BOS 256"),
     (lambda root: rewrite(root, [256, 1, 2, 3, 4]), "holds 1 documents, dataset.json lists 2"),
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], bos_id=255), "states another vocabulary (BOS 255,"),
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], tokenizer_sha256=AA), "made with another tokenizer"),
     (lambda root: rewrite(root, [2] * 5, "sft/train_000000.mask.bin"), "is not a mask of the shard"),
     (lambda root: change_tokenizer(root, pattern=r"\w+"), "its pattern loses text"),
-    (lambda root: change_tokenizer(root, special_tokens={"<|bos|>": 257, "<|end|>": 256}), "another bos_id"),
+    (lambda root: change_tokenizer(root, special_tokens={"<|bos|>": 257, "<|end|>": 256}), "a different bos_id"),
 ])  # fmt: skip
 def test_check_names_each_problem(tmp_path, change, words):
     write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])

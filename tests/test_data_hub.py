@@ -43,19 +43,19 @@ def test_download_survives_a_broken_connection(hub, dataset_dir, tmp_path):
     hub.break_after[TRAIN] = 110_000
     out = tmp_path / "out"
     output = run_hub(hub, "download", "me/x", "--out", out)
-    assert "is complete: 3 files, 0 were there already" in output
+    assert "is complete: 3 files, 0 already there" in output
     assert contents(out) == contents(dataset_dir)
     ranges = fetched(hub, TRAIN)
     assert len(ranges) == 2 and ranges[0] is None and re.fullmatch(r"bytes=[1-9]\d{4,}-", ranges[1])
 
     hub.requests.clear()
-    assert "3 were there already" in run_hub(hub, "download", "me/x", "--out", out)
+    assert "3 already there" in run_hub(hub, "download", "me/x", "--out", out)
     assert fetched(hub, TRAIN) == [] and contents(out) == contents(dataset_dir)
 
     # A file that was damaged or lost afterwards is the only one fetched.
     (out / "pretrain/val_000000.bin").write_bytes(b"damaged")
     hub.requests.clear()
-    assert "2 were there already" in run_hub(hub, "download", "me/x", "--out", out)
+    assert "2 already there" in run_hub(hub, "download", "me/x", "--out", out)
     assert fetched(hub, TRAIN) == [] and len(fetched(hub, "pretrain/val_000000.bin")) == 1
     assert contents(out) == contents(dataset_dir)
 

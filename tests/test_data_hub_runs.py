@@ -73,7 +73,7 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     run_hub(hub, "upload-run", run_dir, "me/run")
     assert not [request for request in hub.requests if request[0] == "PUT"]
     hub.requests.clear()
-    assert f"{len(FILES)} were there already" in run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
+    assert f"{len(FILES)} already there" in run_hub(hub, "download-run", "me/run", "--out", out, "--trust")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
@@ -90,7 +90,7 @@ def test_the_newest_whole_checkpoint_is_sent(hub, run_dir):
 
 
 def test_what_is_no_run_is_not_sent(hub, run_dir, tmp_path):
-    assert "no run directory" in run_hub(hub, "upload-run", tmp_path / "none", "me/new", code=1)
+    assert "not a run directory" in run_hub(hub, "upload-run", tmp_path / "none", "me/new", code=1)
     with dataset.lock_folder(run_dir):  # as training does
         assert "another process is writing" in run_hub(hub, "upload-run", run_dir, "me/new", code=1)
     (run_dir / "train_small.py").unlink()
@@ -98,7 +98,7 @@ def test_what_is_no_run_is_not_sent(hub, run_dir, tmp_path):
     assert "me/new" not in hub.repos
     shutil.copy(ROOT / "train_small.py", run_dir)
     hub.repos["me/export"] = {"README.md": b"", "generation_config.json": b"{}"}
-    assert "holds generation_config.json" in run_hub(hub, "upload-run", run_dir, "me/export", code=1)
+    assert "contains generation_config.json" in run_hub(hub, "upload-run", run_dir, "me/export", code=1)
     assert len(hub.repos["me/export"]) == 2
     hub.fail_posts["/commit/"] = -1
     assert f"uploading {run_dir} to me/busy" in run_hub(hub, "upload-run", run_dir, "me/busy", code=1)
@@ -116,7 +116,7 @@ def test_other_folders_stay_as_they_are(hub, run_dir, tmp_path):
     for folder in (run_dir, other):
         before = contents(folder)
         error = run_hub(hub, "download-run", "me/run", "--out", folder, "--trust", code=1)
-        assert "something else than this run" in error
+        assert "something other than this run" in error
         assert contents(folder) == before
 
 
@@ -137,7 +137,7 @@ BAD_NAMES = ("../escaped", "/tmp/escaped", f"{STEP}/../../escaped", "escaped.py"
     (lambda m: [], "has format 'list'"),
     (lambda m: {**m, "format": "x"}, "has format 'x'"),
     (lambda m: {"format": m["format"]}, "lists no files"),
-    (lambda m: changed(m, **{"log.jsonl": 3}), "has no sha256 of log.jsonl"),
+    (lambda m: changed(m, **{"log.jsonl": 3}), "has no sha256 for log.jsonl"),
     (lambda m: changed(m, **{"train_other.py": {}}), "must list one script"),
     (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {}}), "one checkpoint"),
     (lambda m: without(m, "config.json"), "must list one script"),

@@ -265,7 +265,7 @@ def test_a_pattern_by_name(tmp_path):
         assert dataset.read_json(out / "tokenizer.json")["pattern"] == tokenizer.PATTERNS[name]
     expect_error(run(*flags, "--pattern", "qwen2", "--out", tmp_path / "llama3"), "--pattern", "qwen2")
     given = ["--tokenizer", tmp_path / "gpt4/tokenizer.json", "--out", tmp_path / "other"]
-    expect_error(run(*flags, "--pattern", "qwen2", *given), "has --pattern gpt4, not qwen2; leave the flag out")
+    expect_error(run(*flags, "--pattern", "qwen2", *given), "has --pattern gpt4, not qwen2; omit the flag")
 
 
 def test_a_damaged_dataset_is_noticed(corpus):
@@ -414,5 +414,5 @@ def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
         dataset.write_shard(val, tokens, bos, entries)
         assert f"another vocabulary (BOS {bos}, {entries} entries)" in error(f"shards:{hosted}/*.bin")
     write_shard(val, [1, 2, 3])
-    assert f"{val} holds no BOS 441 of" in error(f"shards:{hosted}/*.bin")
+    assert f"{val} lacks the tokenizer's BOS 441" in error(f"shards:{hosted}/*.bin")
     assert "matches no file" in error(f"shards:{hosted}/*.dat")

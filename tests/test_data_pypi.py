@@ -284,7 +284,7 @@ def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
 def test_what_was_downloaded_stays_when_the_index_lacks_a_wheel(world):
     (world / "index/two-1.0-py3-none-any.whl").unlink()
     packages = pypi.set_packages(dataset.read_json(pypi.LOCK), "p34")
-    with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(No matching.* stays"):
+    with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(No matching.* kept"):
         pypi.fetch(packages)
     names = sorted(path.name for path in (world / "wheels").iterdir())
     assert names == ["held-1.0-py3-none-any.whl", "one-1.0-py3-none-any.whl"]
@@ -322,7 +322,7 @@ def test_no_reading_process_outlives_the_build(tmp_path, number):
 
 
 @pytest.mark.parametrize(("path", "words"), [
-    (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
+    (("documents", "train", "sha256"), "match the lock, but their documents differ"),
     (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
     (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
 ])  # fmt: skip
@@ -351,7 +351,7 @@ def test_sets_share_validation_and_tokenizer(downloaded):
 @pytest.mark.parametrize("flag, value", [("--max-documents", 5), ("--shard-tokens", 3000), ("--tokenizer-chars", 9000)])
 def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, value):
     build(locked, "p34", 2, flag, value)
-    words = f"not compared with the lock, which holds for a dataset made without {flag}\n"
+    words = f"not compared with the lock, which is for a dataset built without {flag}\n"
     assert words in capsys.readouterr().out
 
 

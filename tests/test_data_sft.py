@@ -249,17 +249,17 @@ BAD = [
     ({"messages": ["hello"]}, 'no list "messages"'),
     ({"conversations": ["hello"]}, 'no list "messages"'),
     ({"instruction": 5, "output": "b"}, 'no list "messages"'),
-    ({"instruction": "a"}, r"message 2 \(assistant\) has no text"),
+    ({"instruction": "a"}, r"message 2 \(assistant\) has content that is not text"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "message 1 has the role None"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool', expected 'user'"),
     (chat("a"), "no answer"),
     ({"messages": chat("a", "b")["messages"][::-1]}, "message 1 has the role 'assistant', expected 'user'"),
     ({"messages": [*chat("a", "b")["messages"], *chat("a", "b")["messages"][1:]]}, "message 3 has the role 'assis"),
     (chat("a", " \n"), r"message 2 \(assistant\) is empty"),
-    (chat("a", None), r"message 2 \(assistant\) has no text"),
+    (chat("a", None), r"message 2 \(assistant\) has content that is not text"),
     (chat([{"type": "python", "text": "a"}], "b"), r"message 1 \(user\) has a part"),
     (chat("a", [{"type": "image", "text": "b"}]), r"message 2 \(assistant\) has a part"),
-    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "follows the last message"),
+    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "after the last user message"),
 ]
 
 
@@ -295,16 +295,16 @@ def test_user_errors(data, tmp_path):
         (["--source", tmp_path / "none.jsonl"], "matches no file"),
         (["--source", f"{path}:0"], "weight 0, which must"),
         (["--source", f"{path}:-1"], "matches no file"),
-        (["--source", path, "--val-source", path], "c.jsonl is the same file as c.jsonl; name it once"),
-        (["--source", path, "--source", f"{copy}:2"], "d.jsonl is the same file as c.jsonl; name it once"),
+        (["--source", path, "--val-source", path], "c.jsonl is the same file as c.jsonl; list it once"),
+        (["--source", path, "--source", f"{copy}:2"], "d.jsonl is the same file as c.jsonl; list it once"),
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
         (["--source", f"{path}:1000000000"], "at most 1000"),
         (["--source", "addition:0"], "or addition:COUNT[:DIGITS]"),
-        (["--source", one], "no train conversation is left; give more different ones, larger weights or --val-source"),
+        (["--source", one], "no train conversation is left; add different ones, raise weights or use --val-source"),
         (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),
-        (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "gives no conversation"),
+        (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "yields no conversation"),
     ]:
         out = run_sft(data, *args, code=1)
         assert message in out and out.startswith("error: ") and out.count("\n") == 1, out
@@ -318,7 +318,7 @@ def test_validation_conversations_are_left_out_of_training(data, tmp_path):
     train = write_jsonl(tmp_path / "c.jsonl", values)
     val = write_jsonl(tmp_path / "v.jsonl", [*values[:3], chat("only", "here")])
     out = run_sft(data, "--source", f"{train}:2", "--val-source", val)
-    assert "left out of training: 6 conversations" in out
+    assert "removed from training: 6 conversations" in out
     tok = ts.Tokenizer(data / "tokenizer.json")
     assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values[3:] * 2)
     assert "left out" not in run_sft(data, "--source", train)

@@ -88,7 +88,7 @@ def test_text(tmp_path, capsys):
     path.write_bytes(b"caf\xe9\n")  # not UTF-8
     source = sources.Source([str(path)], "stdlib")
     assert list(source.train()) == list(source.train()) == ["caf\ufffd\n"]
-    assert capsys.readouterr().err.count("x.Md is not UTF-8 everywhere") == 1, "one warning for two passes"
+    assert capsys.readouterr().err.count("x.Md has bytes that are not UTF-8") == 1, "one warning for two passes"
 
 
 def test_lists_globs_and_folders(tmp_path, capsys):
@@ -101,15 +101,15 @@ def test_lists_globs_and_folders(tmp_path, capsys):
     comma = write(tmp_path / "d,e.jsonl", ["4"])
     assert read(comma) == ["4"] and read([comma, a]) == ["4", "1", "2"]
     comma.unlink()
-    expect_error(lambda: read([a, "stdlib"]), "stdlib cannot be read together with others")
+    expect_error(lambda: read([a, "stdlib"]), "stdlib cannot be combined with other sources")
     assert read(tmp_path / "*.jsonl") == ["1", "2"]
     expect_error(lambda: read(tmp_path / "*.gz"), "matches no file", "*.gz")
-    expect_error(lambda: read(tmp_path / "notes.docx"), "unknown ending", "notes.docx")
+    expect_error(lambda: read(tmp_path / "notes.docx"), "unknown extension", "notes.docx")
     expect_error(lambda: read(f"{a},{a}"), "twice")
     expect_error(lambda: read(f"{a},{tmp_path}/../{tmp_path.name}/a.jsonl"), "twice")
     copy = shutil.copy(a, tmp_path / "copy.jsonl")
     for other, name in ((a, "a.jsonl"), (copy, "copy.jsonl")):
-        words = f"--source/--val-source: {name} is the same file as a.jsonl; name it once"
+        words = f"--source/--val-source: {name} is the same file as a.jsonl; list it once"
         expect_error(lambda other=other: read(a, other), words)
     assert read(f"{a},{copy}") == ["1", "2", "1", "2"], "a copy in one source is read"
     expect_error(lambda: read("no-such-source"), "no-such-source", "--help")
@@ -143,7 +143,7 @@ def test_more_files_than_may_be_open(tmp_path):
         write(tmp_path / f"{i}.jsonl", ["a", "b"])
     run = lambda hard: python("-c", OPEN_FILES, 100, hard, tmp_path, env={**os.environ, "PYTHONPATH": str(DATA)})
     assert run(300).stdout == "300\n"
-    assert "opens 150 files at a time, the system allows 200; raise ulimit -n" in run(200).stderr
+    assert "opens 150 files at once, the system allows 200; raise ulimit -n" in run(200).stderr
 
 
 def test_a_console_that_lacks_letters(tmp_path):
@@ -247,7 +247,7 @@ def test_interleave_reads_files_side_by_side(tmp_path):
     source = sources.Source([spec], val_fraction=0.34, interleave=True)
     assert sorted([*source.train(), *source.val()]) == sorted(order)
     assert next(source.val()) == order[0]
-    expect_error(lambda: sources.Source(["stdlib"], interleave=True), "--interleave is for files")
+    expect_error(lambda: sources.Source(["stdlib"], interleave=True), "--interleave is for local files")
 
 
 def test_inputs_notice_a_changed_file(tmp_path):
@@ -375,5 +375,5 @@ def test_utf16_is_refused(tmp_path, encoding, capsys):
     for path in odd:
         path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     write(tmp_path / "good.jsonl", ["good"])
-    expect_error(lambda: read(tmp_path), *odd, "3 of 4 files hold UTF-16", "convert them to UTF-8", "--skip-bad")
+    expect_error(lambda: read(tmp_path), *odd, "3 of 4 files are UTF-16", "convert them to UTF-8", "--skip-bad")
     assert read(tmp_path, skip_bad=True) == ["good"] and str(odd[2]) in capsys.readouterr().err

@@ -202,7 +202,7 @@ def test_user_errors(bpe, tmp_path, monkeypatch):
     (full / "x").write_text("mine")
     for run, out, flags, message in [
         (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
-        (tmp_path / "none", new, (), "it does not exist"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
+        (tmp_path / "none", new, (), "it does not exist"), (run_dir, new, ("--step", "8"), "no checkpoint at step 8"),
         (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
         assert message in stops(export.main, run, "--out", out, *flags)

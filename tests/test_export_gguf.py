@@ -130,13 +130,13 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):
         assert not new.exists() and not new.with_name("new.part").exists()
 
     fails(default, "--gguf", new, "(it has swiglu=False); train with @runs/portable.args on a dataset of")
-    fails(gpt4, "--gguf", new, "does not know the split pattern")
+    fails(gpt4, "--gguf", new, "does not support the split pattern")
     fails(half, "--gguf", new, "mudd_width=8")
     fails(half, "--out", new, "mudd_width=8")
     fails(run_dir, "--gguf", full, "exists")
     (tmp_path / "model.safetensors").touch()
     fails(tmp_path, "--gguf", new, "merge adapters into the model first")
-    fails(tmp_path, "--out", new, "is an export already")
+    fails(tmp_path, "--out", new, "is already an export")
     with monkeypatch.context() as patch:
         patch.setattr(export_portable, "add_vocabulary", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         fails(run_dir, "--gguf", new, "No space")

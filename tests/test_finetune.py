@@ -401,7 +401,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("argv", "words"), [
     ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
-    (["--steps", "5", "{base}"], ["name it first"]),
+    (["--steps", "5", "{base}"], ["pass it first"]),
     (["--resume"], ["--resume needs --run-dir"]),
     (["{tmp}/none"], ["{tmp}/none is not a run directory"]),
     (["--resume", "--run-dir", "{base}"], ["{base} is a run of train_small.py; continue it with", "train_small.py"]),
@@ -452,7 +452,7 @@ def test_bad_masks(change, base, data, tmp_path):
 def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat(f"{i} " * 40, "the " * 40) for i in range(3)]))
-    words = ["holds a conversation of", "the model's context is 64", "--max-len 65"]
+    words = ["contains a conversation of", "the model's context is 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 

@@ -219,7 +219,7 @@ def test_rows_of_another_form_are_named(folder, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"conversations": [{"from": "human", "value": "Hi"}]}\n' * 20)
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--data.data-files", tmp_path / "chats.jsonl"]
     form = 'a list of {"role": ..., "content": ...}'
-    advice = f"no column messages in ['conversations']; name one with --column, each row of it {form}"
+    advice = f"no column messages in ['conversations']; choose one with --column, each row of it {form}"
     assert refused(*words).endswith(advice)
     assert refused(*words, "--column", "conversations").endswith(f"; make it {form}")
 
@@ -540,7 +540,7 @@ def test_resume_bit_for_bit(request, tmp_path, kind, damage):
         theirs = tensors_of(reference / part)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     if kind == "lora":
-        note = "note: the run had ended; with more steps"
+        note = "note: the run had finished; with more steps"
         assert note in call(main, "--resume", "--run-dir", run_dir, "--steps", 7)[1] and note not in out
 
 
@@ -673,12 +673,12 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--sequence-lenght", "9"], "unrecognized arguments: --sequence-lenght 9"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
-    (["--column", "talk"], "no column talk in ['messages']; name one with --column, each row of it a list of {"),
-    (["--val-rows", "60"], "--val-rows 60 of 60 is too many"),
+    (["--column", "talk"], "no column talk in ['messages']; choose one with --column, each row of it a list of {"),
+    (["--val-rows", "60"], "--val-rows 60 is too much for 60 rows"),
     (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not tag what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),
-    (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "is above the model's 256"),
+    (["--sequence-length", "1000", "--data.path", "/nowhere/x"], "exceeds the model's 256"),
     (["--attention", "eager9"], "--attention eager9 does not fit"),
     (["--sequence-length", "10"], "none of the 52 rows fits; check --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "/nowhere/config.json cannot be read (FileNotFoundError: "),

@@ -45,10 +45,10 @@ def test_another_interface_is_refused(run_dir):
 
 def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
     other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
-    no_device = "--device {} does not work here (.*); leave it out"
+    no_device = "--device {} does not work here (.*); omit it"
     for arguments, message in [
         ((tmp_path / "nothing",), "it does not exist"),
-        ((run_dir, 3), "no checkpoint of step 3"),
+        ((run_dir, 3), "no checkpoint at step 3"),
         ((run_dir, None, "gpu"), no_device.format("gpu")),
         ((run_dir, None, "cuda:99"), no_device.format("cuda:99")),
         ((other, None, "cpu"), "other cannot be loaded \\(Error"),
@@ -117,7 +117,7 @@ def test_wrong_decoding_is_found(dataset, monkeypatch, module, name, fault, dtyp
     assert sample_script.check(run)["decoding_error"] < sample_script.EXACT_TOLERANCE / 3
     assert sample_script.decoding_error(run.model, run.tokenizer) < sample_script.ROUNDED_TOLERANCE / 3
     monkeypatch.setattr(module, name, functools.partial(fault, getattr(module, name)))
-    with pytest.raises(RunError, match="decodes other logits than its forward pass"):
+    with pytest.raises(RunError, match="decoding does not give the logits of the forward pass"):
         sample_script.check(run)
 
 
@@ -137,7 +137,7 @@ def test_logits_that_are_not_finite_are_never_decoded(generator, monkeypatch, va
             return logits if next(steps, 0) else logits.index_fill(1, torch.tensor([7]), value)
 
         monkeypatch.setattr(scheduler, "decode", decode)
-        with pytest.raises(RunError, match="not finite; name an earlier checkpoint with --step"):
+        with pytest.raises(RunError, match="not finite; choose an earlier checkpoint with --step"):
             broken.generate([[1, 2]], max_tokens=4, **options)
         assert not broken.decoder.running
 
@@ -182,7 +182,7 @@ def test_sample_check(run_dir, run_sample):
 @pytest.mark.parametrize(("args", "message"), [
     (("--prompt", "q" * 200), "context of 64"),
     (("--attention", "triton", "--device", "cpu"), "triton cannot run here"),
-    (("--step", 1), "no checkpoint of step 1"),
+    (("--step", 1), "no checkpoint at step 1"),
 ])  # fmt: skip
 def test_sample_errors(run_dir, run_sample, args, message):
     code, out, err = run_sample(run_dir, *args)

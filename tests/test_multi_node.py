@@ -190,7 +190,7 @@ def test_start_and_restart(fakes, tmp_path, name):
     (run / "result.json").touch()
     before = fakes.calls()
     done = fakes.run("multi_node.sh", *argv)
-    assert done.returncode == 0 and "is finished already; remove it to train again" in done.out
+    assert done.returncode == 0 and "is already finished; remove it to train again" in done.out
     assert fakes.calls() == before
 
 

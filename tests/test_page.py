@@ -212,7 +212,7 @@ def test_settings_and_errors(chat_server, pages, browse, bodies):
     """Settings go out with a request. What the server says is shown; a question without an answer is left out."""
     page = browse(pages[0])
     values = {"System text": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
-              "Longest": "7", "Seed": "3"}  # fmt: skip
+              "Maximum tokens": "7", "Seed": "3"}  # fmt: skip
     configure(page, values)
     send(page, "word " * 600)
     page.wait_for_selector(f"{BOT} >> text=the prompt has")
@@ -331,6 +331,6 @@ def test_a_server_that_does_not_answer():
     done = subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[1, 1]\n", done.stderr
     no_address, no_server, no_host = done.stderr.splitlines()
-    assert no_address.startswith("error: http://h:abc is no web address (")
-    assert no_server.startswith("error: http://127.0.0.1:9 names no model (")
+    assert no_address.startswith("error: http://h:abc is not a web address (")
+    assert no_server.startswith("error: http://127.0.0.1:9 lists no model (")
     assert no_host.startswith("error: cannot listen on 127.0.0.1x (")

@@ -276,7 +276,7 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     assert re.findall(r"\[([\d.]+)\]\(\S+?2026-11-22_base/", best) == [f"{bpb:.5f}", f"{seconds:.2f}"]
     assert best.endswith("| A. B. Writer |") and written.count("| A. B. Writer |") == 3
     assert "c34-small-bpb, c34-small-seconds" in written and "--max-files 1" in written
-    assert "was current" in run(leaderboard)
+    assert "is up to date" in run(leaderboard)
     record = folders[1] / "record.json"
     kept = record.read_text()
     record.write_text(kept.replace('"seed": 2', '"seed": 5'))
@@ -285,7 +285,7 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     assert (repo / "records" / "README.md").read_text() == written
     with monkeypatch.context() as patch:
         patch.setattr(files, "BASELINES", repo / "none")
-        assert "README.md: is written" in run(leaderboard) and "[2026" not in (repo / "records/README.md").read_text()
+        assert "README.md: updated" in run(leaderboard) and "[2026" not in (repo / "records/README.md").read_text()
     run(leaderboard)
     assert (repo / "records" / "README.md").read_text() == written
 
@@ -401,7 +401,7 @@ def resumed(start, *flags) -> dict:
 # The runs that are added, what is done to a copy of the last one, and what add.py says.
 REFUSALS = [
     ("a_0 b_1", None, "run_1.json: script_sha256 is not that of train_small.py"),
-    ("a_0 a_0", None, "has the seed 0, as another run"),
+    ("a_0 a_0", None, "has the seed 0, like another run"),
     ("a_0 a_1", config(lambda c: c.update(dataset_fingerprint="x" * 64)), "run_1.json.dataset_fingerprint is xxx"),
     ("a_0 a_1", config(lambda c: c["machine"].update(device="T4")), "device is T4, run_0.json states cpu"),
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
@@ -415,7 +415,7 @@ REFUSALS = [
     ("a_0", config(lambda c: c["config"].update(adam_lr=1.0)), "config.adam_lr is 1.0, script and flags give 0.006"),
     ("a_0", config(lambda c: c.update(flags=c["flags"][1:])), "config.num_layers is 4, script and flags give 11"),
     ("a_0", config(lambda c: c.update(flags=["@runs/new.args"])), "runs/new.args is not committed"),
-    ("a_0", config(lambda c: c["flags"].append("--steps=9")), "--steps is given, which tiny.args fixes"),
+    ("a_0", config(lambda c: c["flags"].append("--steps=9")), "--steps is given, but tiny.args fixes it"),
     ("a_0", config(lambda c: c.update(dataset_fingerprint=None)), "has no fingerprint"),
     ("a_0", config(lambda c: c.update(command="finetune")), "is a run of finetune"),
     ("a_0", second_start(dataset_fingerprint="f"), "start 2.dataset_fingerprint is f, the run states"),
@@ -466,7 +466,7 @@ def test_add_reads_core(repo, tmp_path):
     assert any("record.json.runs[1].core is" in problem for problem in rules.problems(folder))
     core_table(runs[1], 0.4, count=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
-    assert "core_1.csv: it is of other examples than core_0.csv; score all of them" in message
+    assert "core_1.csv: it scores other examples than core_0.csv; score all runs alike" in message
     (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
     assert metrics.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
@@ -476,7 +476,7 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert "entries are never edited" in refused(add, *runs, "small", "--slug", "base")
     assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
     assert "--baseline nothing is not an entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
-    assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
+    assert "no train_medium.py; it belongs to another track" in refused(add, *runs, "medium", "--slug", "x")
     assert "its losses are those of 2026-11-22_base/log_0.jsonl.gz" in refused(add, *runs, "small", "--slug", "x")
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
@@ -667,7 +667,7 @@ def test_rerun(repo, folders, tmp_path, monkeypatch):
     def script(old, new):
         return lambda folder: swap(folder / "train_small.py", old, new)
 
-    change = script(r'"embed": +Policy\("adam", +1.00', '"embed": Policy("adam", 0.10')
+    change = script(r'head = Policy\("adam", +1.00', 'head = Policy("adam", 0.10')
     said = rerun(forge(folders[0], tmp_path / "2026-11-22_forged", change), 12)
     assert "rerun: the loss at step 12 is" in said and "rerun: val bpb is" in said
     change = script(r"muon_lr: float = [\d.]+", "muon_lr: float = 0.5")

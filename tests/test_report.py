@@ -113,7 +113,7 @@ def test_a_run_in_progress(tmp_path):
         "speed": "80 tokens/s", "peak memory": "2.0 GiB", "data": "data/shards/mine",
     }  # fmt: skip
     text = (tmp_path / "report.md").read_text()
-    assert "Running: the metrics are those of step 30." in text
+    assert "Still running: the metrics are from step 30." in text
     assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun
@@ -141,7 +141,7 @@ def test_reinforcement_learning(tmp_path):
     assert answers == [["1 &#124; 2?<br>&lt;b&gt;", "3", "4", "0.00", "3", "1.00"]]
     assert dict(rows) == MACHINE_ROWS | {
         "task": "addition of 2-digit numbers", "answers of a step": "4 questions x 6", "seed": "3", "steps": "30",
-        "learning rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0",
+        "learning rates": "0.2 (matrices) and 0.02 (rest) times pretraining's, falling to 0",
         "started from": "out/sft", "training time": "36.0 s",
     }  # fmt: skip
 
@@ -232,4 +232,4 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
 
 def test_no_run_directory(tmp_path, capsys):
     assert command.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; name the directory of a run")
+    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; pass the directory of a run")

@@ -123,7 +123,7 @@ def test_miniseries(sandbox, dataset_dir):
         weights = int(depth) * 12 * int(width) ** 2 + 32768 * int(width)
         assert tokens == pytest.approx(0.0005 * weights, abs=64), "half a pack"
     again = series(sandbox, *argv)
-    assert again.returncode == 0 and again.stdout.count("is finished already") == 2 and "loss" not in again.stdout
+    assert again.returncode == 0 and again.stdout.count("is already finished") == 2 and "loss" not in again.stdout
     assert (sandbox / "out/mini/scaling.png").is_file()
 
 
@@ -196,4 +196,4 @@ def test_speedrun(sandbox):
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
         assert finetune.endswith(f"--run-dir {run}_sft")
         again = subprocess.run(command, cwd="/", **CAPTURED)
-        assert again.stdout.count("is finished already") == 2
+        assert again.stdout.count("is already finished") == 2

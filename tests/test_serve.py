@@ -492,7 +492,7 @@ def test_tokenize_and_detokenize(chat_server):
     for path, body, message in (("tokenize", {"prompt": 5}, "prompt: Input should be a valid string, found 5"),
                                 ("detokenize", {"tokens": "a"}, 'tokens: Input should be a valid list, found "a"'),
                                 ("detokenize", {"tokens": [1.5]}, "tokens.0: Input should be a valid integer"),
-                                ("detokenize", {"tokens": [10**9]}, "outside of 0")):  # fmt: skip
+                                ("detokenize", {"tokens": [10**9]}, "outside 0")):  # fmt: skip
         assert message in post(path, body)["error"]["message"]
 
 
@@ -523,7 +523,7 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     body = {"messages": HELLO, "max_tokens": 1}
     with Running(runs[True], *flags) as running:
-        with pytest.raises(openai.AuthenticationError, match="needs its key"):
+        with pytest.raises(openai.AuthenticationError, match="needs an API key"):
             running.chat(model="chat", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
         assert client.chat.completions.create(model="chat", messages=HELLO, max_tokens=1).choices
@@ -598,16 +598,16 @@ def test_stop_strings_over_http(chat_server):
          'messages.0.content: Parts can only be {"type": "text", "text": ...}, found'),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, found 5"),
         ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.role: Input should be 'system'"),
-        ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
-        ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
+        ({"messages": [{"role": "system", "content": " "}]}, "one from the user"),
+        ({"logit_bias": {"70000": 1}}, "logit_bias contains ids outside 0 to 899"),
         ({"max_tokens": -2}, "max_tokens: Input should be greater than or equal to -1, found -2"),
         ({"tools": [{"type": "function"}]}, 'tools is not supported by this server, found [{"type": "function"}]; ask'),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
         ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
-         "response_format: the schema is wrong at $.type ('king' is not valid under any of the given schemas)"),
-        ({"temprature": 0.5}, '"temprature" is no field of a request; is it temperature?'),
+         "response_format: the schema is invalid at $.type ('king' is not valid under any of the given schemas)"),
+        ({"temprature": 0.5}, '"temprature" is not a request field; did you mean temperature?'),
     ],
 )  # fmt: skip
 def test_bad_requests(chat_server, body, message):
@@ -619,7 +619,7 @@ def test_bad_requests(chat_server, body, message):
 
 def test_bad_prompts(base_server):
     for prompt, message in ((None, "prompt: Field required"), ([], "at least 1 item"), (5, "valid list, found 5"),
-                            (["a", 5], "prompt.1."), ([900], "outside of 0 to 899"), ([1, "a"], "prompt.0."),
+                            (["a", 5], "prompt.1."), ([900], "outside 0 to 899"), ([1, "a"], "prompt.0."),
                             ([-1], "outside"), ([[]], "prompt.0."), (["a"] * 25, "for 25 answers; at most 24"),
                             ({"a": 1}, "valid list")):  # fmt: skip
         reply = base_server.post({"prompt": prompt}, "completions")
@@ -659,7 +659,7 @@ def test_bad_bodies(chat_server):
         (b'{"temperature": NaN}', 400, "not valid JSON"), (b'{"a": "\xff"}', 400, "not valid JSON"),
         (b'{"a": "\\ud800"}', 400, "not valid JSON"), (b"[" * 100_000, 400, "not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
-        (json.dumps({"messages": HELLO, "user": "x" * 1_100_000}).encode(), 413, "at most 1,048,576 bytes work"),
+        (json.dumps({"messages": HELLO, "user": "x" * 1_100_000}).encode(), 413, "at most 1,048,576 bytes are allowed"),
     ]:  # fmt: skip
         reply = chat_server.post(body)
         assert reply.status_code == status and message in reply.json()["error"]["message"], reply.text
@@ -693,7 +693,7 @@ def test_other_origins_are_refused(chat_server, runs):
         reply = chat_server.post(body, **headers)
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
     reply = httpx2.get(chat_server.url, headers={"Host": "evil.example"})
-    assert reply.status_code == 403 and 'know "evil.example" of the Host header' in reply.json()["error"]["message"]
+    assert reply.status_code == 403 and 'accept the Host header "evil.example"' in reply.json()["error"]["message"]
     server = SimpleNamespace(hosts={"chat.example"}, origins=[], key="clé")
     headers = {"host": "chat.example", "origin": "https://chat.example", "authorization": "Bearer clé"}
     sent = {name: value.encode().decode("latin-1") for name, value in headers.items()}  # as Starlette reads the bytes
@@ -747,7 +747,7 @@ def test_a_dead_model_thread(runs, what, capfd):
                 steps.release(100)
                 until(lambda: not running.worker.is_alive())
         for reply in (under_way.result(), running.post({"messages": HELLO})):
-            assert reply.status_code == 503 and "start the server again" in reply.json()["error"]["message"]
+            assert reply.status_code == 503 and "restart the server" in reply.json()["error"]["message"]
         health = httpx2.get(f"{running.url}/health")
         assert health.status_code == 503 and health.json()["status"] == "failing"
     assert "SystemError" in capfd.readouterr().err
@@ -907,6 +907,6 @@ def test_user_errors(runs, chat_server, monkeypatch, capsys):
     fails(f"port {port} (Address already in use); choose another", "--port", port)
     fails("slots do not fit into memory", "--max-num-seqs", str(10**10))
     fails("--api-key is empty", "--api-key", "")
-    fails("no checkpoint of step 3", "--step", "3")
+    fails("no checkpoint at step 3", "--step", "3")
     with mock.patch.object(engine.Decoder, "step", side_effect=RuntimeError("1 row")):
         fails("the model does not run: 1 row\n")

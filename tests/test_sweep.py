@@ -123,14 +123,14 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and said == (
-        "error: stopped; finished runs are kept, and the same command continues with the others\n"
+        "error: stopped; finished runs are kept, and the same command continues with the rest\n"
     )
     assert (tmp_path / "out" / "base_4" / "result.json").is_file() and not (waiting.parent / "result.json").exists()
 
 
 @pytest.mark.parametrize(("text", "words"), [
     ("x", "is not TOML"),
-    ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
+    ("seed = [1]", "the unknown entry seed; known are script, flags, seeds"),
     ("seeds = 3", "seeds must be a list"),
     ('flags = "--a"', "flags must be a list of words"),
     ('script = "no.py"', "names the script no.py, which "),

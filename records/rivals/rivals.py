@@ -97,7 +97,7 @@ def prepare_nanochat(clone: Path, out: Path) -> None:
 def prepare_all(args: argparse.Namespace) -> None:
     if not (args.modded or args.nanochat):
         ways = " and ".join(f"`git clone {url}`" for url, _ in CLONES.values())
-        raise UserError(f"no clone given; make them with {ways}, and name them with --modded and --nanochat")
+        raise UserError(f"no clone given; make clones with {ways}, and pass them with --modded and --nanochat")
     for rival, make in {"modded": prepare_modded, "nanochat": prepare_nanochat}.items():
         if clone := getattr(args, rival):
             folder = args.out / rival
@@ -125,7 +125,7 @@ def settings_of(rival: str, args: argparse.Namespace, sequence: int = 2048) -> d
     """What all rivals share."""
     tokens = args.tokens or TOKENS.get(args.data.name)
     if not tokens:
-        raise UserError(f"how many tokens of {args.data} are to be trained on? Say it with --tokens")
+        raise UserError(f"the number of training tokens is unknown for {args.data}; set it with --tokens")
     settings = {"rival": rival, "data": str(args.data.resolve()), "tokens": tokens, "sequence": sequence}
     return settings | {"limit": 16 if args.smoke else None, "smoke": args.smoke}
 
@@ -352,7 +352,7 @@ def build_parser() -> argparse.ArgumentParser:
     shared.add_argument("--smoke", action="store_true", help="tiny run; with `results`: rows of tiny runs too")
 
     run = argparse.ArgumentParser(add_help=False, parents=[shared])
-    run.add_argument("--seeds", type=seeds, default=[0], metavar="0,1,2", help="seeds, a run each")
+    run.add_argument("--seeds", type=seeds, default=[0], metavar="0,1,2", help="seeds, one run each")
     run.add_argument("--cache", type=Path, default=Path("out/cache/rivals"), metavar="DIR", help="compiled kernels")
 
     on_gpu = argparse.ArgumentParser(add_help=False, parents=[run])
@@ -363,7 +363,7 @@ def build_parser() -> argparse.ArgumentParser:
     attention["help"] = "torch's varlen attention, flash-attn-4, or FlashAttention 3 from the Hugging Face hub"
     batch = argparse.ArgumentParser(add_help=False, parents=[on_gpu])
     batch.add_argument("--batch", type=int, default=65536, help="tokens in a step")
-    batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; by default as many as usual")
+    batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; 0: the rival's own number")
     batch.add_argument("--sequence", type=int, default=2048, help="tokens in a row, and of a held-out document")
     batch.add_argument("--steps", type=int, default=0, help="steps, in place of --tokens")
     no_compile = {"dest": "compile", "action": "store_false", "help": "eager execution"}
@@ -383,16 +383,16 @@ def build_parser() -> argparse.ArgumentParser:
     add.set_defaults(action=run_modded)
 
     add = commands.add_parser("nanochat", parents=[batch], help="nanochat")
-    add.add_argument("--depth", type=int, default=12, help="layers, which set its width")
+    add.add_argument("--depth", type=int, default=12, help="number of layers, which sets the width")
     add.add_argument("--lr", type=float, default=1.0, help="factor on all its learning rates")
-    add.add_argument("--fp8", action="store_true", help="its fp8 training")
-    add.add_argument("--loader", default="bestfit", choices=("bestfit", "stream"), help="its own loader, or our order")
+    add.add_argument("--fp8", action="store_true", help="training in fp8")
+    add.add_argument("--loader", default="bestfit", choices=("bestfit", "stream"), help="its document order, or ours")
     add.add_argument("--attention", **attention)
-    add.add_argument("--flags", default="", help="more flags of its scripts/base_train.py, in one string")
+    add.add_argument("--flags", default="", help="more flags for its scripts/base_train.py, in one string")
     add.set_defaults(action=run_nanochat)
 
     add = commands.add_parser("gpt", parents=[batch], help="a plain GPT-2 with AdamW")
-    add.add_argument("--layers", type=int, default=12, help="layers")
+    add.add_argument("--layers", type=int, default=12, help="number of layers")
     add.add_argument("--width", type=int, default=768, help="width")
     add.add_argument("--heads", type=int, default=12, help="attention heads")
     add.add_argument("--lr", type=float, default=0.001, help="peak learning rate")
@@ -401,11 +401,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("cpu", parents=[run], help="nanochat d4 and a plain GPT on the quickstart's text")
     add.add_argument("--data", type=Path, default=Path("data/shards/stdlib"), metavar="DIR", help="dataset directory")
-    add.add_argument("--rivals", default="nanochat,gpt", help="which of the two")
+    add.add_argument("--rivals", default="nanochat,gpt", help="rivals to run, nanochat, gpt or both")
     add.add_argument("--steps", type=int, default=600, help="steps of 2,048 tokens")
     add.add_argument("--nanochat-lr", type=float, default=8.0, help="factor on nanochat's learning rates")
     add.add_argument("--gpt-lr", type=float, default=0.001, help="peak learning rate of the plain GPT")
-    add.add_argument("--flags", default="", help="more flags of nanochat's scripts/base_train.py, in one string")
+    add.add_argument("--flags", default="", help="more flags for nanochat's scripts/base_train.py, in one string")
     add.add_argument("--no-compile", **no_compile)
     add.set_defaults(action=run_cpu)
 

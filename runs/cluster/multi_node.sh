@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrains on several machines, and continues after one of them is lost. Run one and the same command on every machine;
+# Pretrains on several machines, and continues after one of them is lost. Run the same command on every machine;
 # HEAD is the first of them:
 #
 #     NODES=2 HEAD=node0:29400 bash runs/cluster/multi_node.sh --run-dir /shared/out/first @runs/h100.args \
@@ -9,10 +9,10 @@
 #   NODES    number of machines, N or MIN:MAX (default 1). With N, training waits until a lost machine is back or
 #            another one runs this command. With MIN:MAX, training continues on the remaining machines, and a machine
 #            that comes back joins again.
-#   HEAD     host:port of the machine where all meet; that machine listens on the port (default localhost:29400)
+#   HEAD     host:port of the machine that all others connect to; it listens on the port (default localhost:29400)
 #   GPUS     processes on each machine (default: its number of GPUs, or 1)
 #   JOB      name of the rendezvous, in case HEAD serves several runs (default: from the run directory)
-#   RESTARTS number of failures that are tolerated (default 20); a machine that comes back does not count
+#   RESTARTS number of failures to tolerate (default 20); a machine that comes back does not count
 #   RDZV     timeouts of torchrun's rendezvous, e.g. keep_alive_interval=5,join_timeout=3600
 #   SCRIPT   what to run, with --run-dir, --save-every and --resume (default train_small.py)
 #
@@ -39,13 +39,13 @@ for word in "$@"; do
   previous=$word
 done
 if [[ -z $run ]]; then
-  echo "error: multi_node.sh needs --run-dir; give a directory that all machines share" >&2
+  echo "error: multi_node.sh needs --run-dir; pass a directory that all machines share" >&2
   exit 2
 fi
 run=${run%/}
 states=("$run"/checkpoints/step_*/state.json)
 if [[ -e $run/result.json && ! -e ${states[0]} ]]; then # finished, with --save-every -1
-  echo "$run is finished already; remove it to train again"
+  echo "$run is already finished; remove it to train again"
   exit
 fi
 

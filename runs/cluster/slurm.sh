@@ -9,7 +9,7 @@
 # Two machines with 8 GPUs have 16 processes, for which the default recipe needs --min-packs 16 (see multi_node.sh).
 # Flags of sbatch override the #SBATCH lines. If a machine is lost, SLURM ends the job and queues it again; with
 # NODES=MIN:MAX and --no-kill, as in the last example, the other machines continue at once, unless the first one was
-# lost. A minute before its time is over, the job queues itself again. The run always continues from its newest complete
+# lost. A minute before its time is up, the job queues itself again. The run always continues from its newest complete
 # checkpoint, so at most --save-every steps (250 by default) are lost.
 
 #SBATCH --job-name=decoderstack

@@ -196,7 +196,7 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     """Config and config.json of an encoder run, or of one to resume. Raises: RunError"""
     description = describe_run(script, run_dir, command) if command else script.read_description(run_dir)
     if not description["command"].endswith("_encoder"):
-        raise RunError(f"{run_dir} is not an encoder run; name one that is")
+        raise RunError(f"{run_dir} is not an encoder run; pass one that is")
     return Config(**description["config"]), description
 
 

@@ -1,4 +1,4 @@
-"""Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
+"""Finetunes an encoder on pairs of texts, so that it can find the text that answers a query.
 
     python runs/encoder/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
     python runs/encoder/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only
@@ -6,7 +6,7 @@
 
 RUN is a run directory of train_encoder.py or of this script. Each line of a pairs file is
 {"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files.
-The embedding of a text is the normalised mean of its last hidden states. Training pulls queries
+The embedding of a text is the normalized mean of its last hidden states. Training pulls queries
 towards their positives, away from the other positives and negatives of the whole batch over all
 GPUs. Held-out pairs are scored by nDCG@10 and recall@10, next to BM25. runs/export.py exports the
 result for sentence-transformers.
@@ -62,7 +62,7 @@ class Settings(BaseModel):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
-    parser.add_argument("--score-only", action="store_true", help="score RUN, train nothing")
+    parser.add_argument("--score-only", action="store_true", help="score RUN without training")
     add_flags(parser, Settings.model_fields)
 
 
@@ -128,10 +128,10 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
         first = error.errors()[0]
         key = "".join(f" {part!r}" for part in first["loc"])
         form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
-        problem = f"is {first['input']!r:.80} ({first['msg']}); a line is {form}"
+        problem = f"is {first['input']!r:.80} ({first['msg']}); each line must be {form}"
         raise RunError(f"{path} line {len(pairs) + 1}{key} {problem}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
+        raise RunError(f"cannot read {path} ({error}); pass a UTF-8 file of pairs") from None
     if not pairs:
         raise RunError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)

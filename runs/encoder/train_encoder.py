@@ -103,7 +103,7 @@ def pretrain(args: argparse.Namespace) -> dict:
     if config.width % config.head_dim or config.head_dim % 2:
         raise RunError(f"--width {config.width} must be a multiple of an even --head-dim, found {config.head_dim}")
     if config.max_seq_len > config.pack_tokens:
-        problem = f"--max-seq-len {config.max_seq_len} is above --pack-tokens {config.pack_tokens}"
+        problem = f"--max-seq-len {config.max_seq_len} exceeds --pack-tokens {config.pack_tokens}"
         raise RunError(f"{problem}, but a document must fit into a pack; change one of them")
     return script.train(MaskedPretraining(config, script.Dataset.open(config.data)), args)
 

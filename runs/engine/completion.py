@@ -97,7 +97,7 @@ class Completion:
         is_forced = bool(self.tool_output)
         token = self.tool_output.pop(0) if is_forced else sampled
         if token == INVALID_TOKEN:
-            raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
+            raise RunError("the model's logits are not finite; choose an earlier checkpoint with --step")
         if not is_forced and (token == tokenizer.bos_id or token in self.stop):
             # A mask may have failed: it allows the end in the middle of an answer, or more than its schema does.
             is_whole = self.mask is None or self.mask.is_valid(tokenizer.decode(self.tokens))

@@ -30,7 +30,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
         problem = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
-        raise RunError(f"{run_dir} is no run directory: {problem}; name another")
+        raise RunError(f"{run_dir} is not a run directory: {problem}; pass another")
     # A name of its own for each path, as a second run must not replace the module of the first.
     name = re.sub(r"\W+", "_", f"run {scripts[0].resolve().with_suffix('')}")
     spec = importlib.util.spec_from_file_location(name, scripts[0])
@@ -85,7 +85,7 @@ def choose_checkpoint(script: ModuleType, run_dir: Path, step: int | None) -> Pa
         return newest_checkpoint(script, run_dir, files)
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     if folder not in script.checkpoints(run_dir):
-        raise RunError(f"{run_dir} has no checkpoint of step {step}; name another with --step, or leave it out")
+        raise RunError(f"{run_dir} has no checkpoint at step {step}; choose another --step, or omit it")
     script.check_checkpoint(folder, files)
     return folder
 
@@ -115,4 +115,4 @@ def choose_device(name: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise RunError(f"--device {name} does not work here ({first_line(error)}); leave it out") from None
+        raise RunError(f"--device {name} does not work here ({first_line(error)}); omit it") from None

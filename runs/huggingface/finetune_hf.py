@@ -1,4 +1,4 @@
-"""Pretrains or finetunes an existing causal language model of Hugging Face.
+"""Finetunes an existing Hugging Face causal language model, or continues its pretraining.
 
     python runs/huggingface/finetune_hf.py sft @runs/huggingface/sft_qwen.toml --lora-rank 16 --lr 2e-4
     python runs/huggingface/finetune_hf.py pretrain @runs/huggingface/pretrain_qwen.toml --steps 100
@@ -50,19 +50,19 @@ CHAT_FORM = 'a list of {"role": ..., "content": ...}'
 class Source(BaseModel, extra="forbid"):
     """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so they are never logged."""
 
-    path: str = Field(description="dataset on the hub, or json, parquet, text")
+    path: str = Field(description="dataset on the hub, or json, parquet or text")
     name: str | None = Field(None, description="configuration of the dataset")
     data_dir: str | None = Field(None, description="folder inside the dataset")
     data_files: str | list[str] | None = Field(None, description="file names or patterns")
-    split: str = Field("train", description="split of the dataset, also train[:1%]")
-    revision: str | None = Field(None, description="revision on the hub")
+    split: str = Field("train", description="split of the dataset, e.g. train[:1%]")
+    revision: str | None = Field(None, description="revision of the dataset on the hub")
 
 
 class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
     command: Literal["sft", "pretrain"]
-    model_name: str = Field(description="model on the hub, or a folder of save_pretrained")
+    model_name: str = Field(description="model on the hub, or a folder written by save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="run directory to write")
     resume: bool = Field(False, description="continue the run in --run-dir")
@@ -80,7 +80,7 @@ class Config(BaseModel, extra="forbid"):
     warmup: float = Field(0.03, ge=0, le=1, description="fraction of the steps used for warm-up")
     weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices; embeddings and norms have none")
     clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
-    lora_rank: int | None = Field(None, ge=1, description="rank of LoRA adapters, which alone are trained")
+    lora_rank: int | None = Field(None, ge=1, description="rank of LoRA adapters; only they are trained")
     attention: str | None = Field(None, description="attention backend; default: torch's varlen on new GPUs, else sdpa")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
@@ -286,19 +286,19 @@ def evaluate(run: Run) -> None:
 
 def load_description(config: Config):
     """The model's config.json. Raises: RunError if there is none, or if packs are longer than the model's context"""
-    advice = "give a folder of save_pretrained, or a causal model of the hub"
+    advice = "pass a folder written by save_pretrained, or a causal model on the hub"
     with explain(f"--model-name {config.model_name} cannot be loaded", advice):
         description = AutoConfig.from_pretrained(config.model_name, trust_remote_code=False)
     positions = getattr(description, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length > positions:
-        problem = f"--sequence-length {config.sequence_length:,} is above the model's {positions:,} positions"
+        problem = f"--sequence-length {config.sequence_length:,} exceeds the model's {positions:,} positions"
         raise RunError(f"{problem}; lower it")
     return description
 
 
 def load_tokenizer(config: Config):
     """The model's own tokenizer, with the chat template that sft needs."""
-    with explain(f"--model-name {config.model_name} has no tokenizer that loads", "check the name"):
+    with explain(f"--model-name {config.model_name} has no tokenizer that can be loaded", "check the name"):
         tokenizer = AutoTokenizer.from_pretrained(config.model_name, trust_remote_code=False)
     if config.command == "pretrain":
         return tokenizer
@@ -326,8 +326,8 @@ def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dat
     column, form = {"sft": ("messages", CHAT_FORM), "pretrain": ("text", "a text")}[config.command]
     column = config.column or column
     if column not in rows.column_names:
-        raise RunError(f"no column {column} in {rows.column_names}; name one with --column, each row of it {form}")
-    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too many", "lower it"):
+        raise RunError(f"no column {column} in {rows.column_names}; choose one with --column, each row of it {form}")
+    with explain(f"--val-rows {config.val_rows:,} is too much for {len(rows):,} rows", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
     val_packs = make_packs(config, tokenizer, parts["test"], column)
@@ -484,7 +484,7 @@ def build_model(config: Config, description, device: torch.device) -> nn.Module:
     """
     own_dtype = description.dtype or torch.float32
     dtype = own_dtype if config.lora_rank else torch.float32
-    with explain(f"--model-name {config.model_name} cannot be loaded", "name a causal model of transformers"):
+    with explain(f"--model-name {config.model_name} cannot be loaded", "use a causal model that transformers supports"):
         hf = AutoModelForCausalLM.from_pretrained(config.model_name, dtype=dtype, trust_remote_code=False)
     hf.export_dtype = own_dtype
 
@@ -666,7 +666,7 @@ def load_newest(run: Run) -> None:
     run.log.rewind(run.progress.step)
     result = folder / "result.json"
     if result.exists() and json.loads(result.read_text(encoding="utf-8"))["step"] == run.progress.step < run.steps:
-        say("note: the run had ended; with more steps the learning rate rises again")
+        say("note: the run had finished; with more steps the learning rate rises again")
 
 
 def export(run: Run) -> None:

@@ -70,7 +70,7 @@ def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:
     if turns and turns[-1] == ("assistant", ""):
         turns.pop()  # an empty beginning of an answer says nothing
     if not any(content for _, content in turns):
-        raise ValueError("messages must hold one of the user or the assistant")
+        raise ValueError("messages must contain one from the user or the assistant")
     return turns
 
 

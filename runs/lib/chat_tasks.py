@@ -153,7 +153,7 @@ def read_examples(path: Path, name: str) -> list[Example] | list[ChoiceExample]:
             examples.append(text_example(name, value) if task.max_tokens else choice_example(value))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             columns = ", ".join(task.columns)
-            raise RunError(f"{where} is no example of {name} ({error}); it needs {columns}") from None
+            raise RunError(f"{where} is not an example of {name} ({error}); it needs {columns}") from None
     return examples
 
 

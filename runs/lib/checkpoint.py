@@ -52,7 +52,7 @@ def newest_checkpoint(script: ModuleType, run_dir: Path, names: tuple[str, ...] 
     """
     folder = script.newest_whole(run_dir, print_note, names or script.CHECKPOINT_FILES)
     if folder is None:
-        raise RunError(f"{run_dir} has no complete checkpoint; wait until the run saves one, or name another run")
+        raise RunError(f"{run_dir} has no complete checkpoint; wait until the run saves one, or use another run")
     return folder
 
 

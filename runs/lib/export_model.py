@@ -418,7 +418,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             return ids, positions
         if not isinstance(cache, DynamicCache):
             found = type(cache).__name__
-            raise ValueError(f"this model needs a DynamicCache, not a {found}; leave cache_implementation out")
+            raise ValueError(f"this model needs a DynamicCache, not a {found}; omit cache_implementation")
         while len(cache.layers) <= self.config.num_hidden_layers:
             cache.layers.append(DynamicLayer())
         ids, positions = cache.update(ids[:, None, :, None], positions[:, None, :, None], 0)

@@ -186,7 +186,7 @@ def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocab
         raise RunError(f"{path} exists; choose another --gguf or remove it")
     if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
         advice = "train on a dataset of `data/pretrain.py --pattern qwen2`"
-        raise RunError(f"llama.cpp does not know the split pattern of this run's tokenizer; {advice}")
+        raise RunError(f"llama.cpp does not support the split pattern of this run's tokenizer; {advice}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, fields["num_hidden_layers"])
     part = path.with_name(path.name + ".part")
     try:

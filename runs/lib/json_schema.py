@@ -72,7 +72,7 @@ class Mask:
         """
         text = json.dumps(schema)
         if len(text) > MAX_BYTES:
-            raise ValueError(f"the schema has {len(text):,} bytes; at most {MAX_BYTES:,} work")
+            raise ValueError(f"the schema has {len(text):,} bytes; at most {MAX_BYTES:,} are allowed")
         validator = make_validator(schema)
         num_strings = max(1, text.count('"string"'))
         closed = not has_combinations(schema)
@@ -80,7 +80,7 @@ class Mask:
             try:
                 bounded = bound_schema(schema, max_chars, closed)
             except (TypeError, AttributeError):  # where the standard of its draft leaves a keyword of ours open
-                raise ValueError("a keyword of the schema has a value of a wrong type") from None
+                raise ValueError("a keyword of the schema has a value of the wrong type") from None
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(bounded), overrides=COMPACT)
             problem = check_grammar(grammar)
             if not problem:
@@ -168,11 +168,11 @@ def check_grammar(grammar: str) -> str:
 
 def raise_problem(problem: str) -> None:
     """Raises: ValueError that says what llguidance found, in words for the author of the schema; "" raises none"""
-    problem = " ".join(problem.partition("<state>")[0].split()).replace("Unsatisfiable schema", "no answer follows it")
+    problem = " ".join(problem.partition("<state>")[0].split()).replace("Unsatisfiable schema", "no answer matches it")
     if "coerce_one_of" in problem:
         problem = "one value may fit several options of a oneOf; use anyOf"
     if "NoExtension" in problem:
-        problem = "no answer follows it"
+        problem = "no answer matches it"
     if problem:
         raise ValueError(f"this server does not support the schema ({problem})")
 
@@ -244,13 +244,13 @@ def make_validator(schema: dict):
     text = json.dumps(rest)
     for name in ("x-guidance", "$schema"):  # they would change how llguidance writes, and what jsonschema checks
         if f'"{name}": ' in text:
-            raise ValueError(f"this server does not support {name} inside of a schema")
+            raise ValueError(f"this server does not support {name} inside a schema")
     draft = {"$schema": str(schema.get("$schema", ""))}
     kind = jsonschema.validators.validator_for(draft, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema, format_checker=None)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"the schema is wrong at {error.json_path} ({error.message[:200]})") from None
+        raise ValueError(f"the schema is invalid at {error.json_path} ({error.message[:200]})") from None
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
     return timed(kind)(rest, registry=referencing.Registry())  # which fetches nothing

@@ -26,7 +26,7 @@ train() {
   states=("$run"/checkpoints/step_*/state.json)
   shift 2
   if [[ -f $run/result.json ]]; then
-    echo "$run is finished already; remove it to train again"
+    echo "$run is already finished; remove it to train again"
   elif [[ -e ${states[0]} ]]; then
     echo "$run was interrupted; it continues from its newest checkpoint"
     "${launch[@]}" "$script" --run-dir "$run" --resume

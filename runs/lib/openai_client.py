@@ -11,9 +11,9 @@ def client_options(url: str) -> dict:
     """Options of openai.OpenAI for a server; the address may end with /v1. Raises: RunError"""
     base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     try:
-        urlsplit(base).port  # noqa: B018  (a ValueError if it is no number)
+        urlsplit(base).port  # noqa: B018  (a ValueError if it is not a number)
     except ValueError as error:
-        raise RunError(f"{url} is no web address ({error}); try http://127.0.0.1:8000") from None
+        raise RunError(f"{url} is not a web address ({error}); try http://127.0.0.1:8000") from None
     return {"base_url": f"{base}/v1", "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
 
 

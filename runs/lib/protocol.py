@@ -238,17 +238,17 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     for name, harmless in (UNSUPPORTED | TOOLS).items():
         value = body.get(name)
         if value and value not in harmless:
-            advice = "ask for JSON with response_format instead" if name in TOOLS else "leave it out"
+            advice = "ask for JSON with response_format instead" if name in TOOLS else "omit it"
             raise APIError(400, f"{name} is not supported by this server, found {shorten(value)}; {advice}", name)
     known = {*UNSUPPORTED, *TOOLS}
     for name, described in kind.model_fields.items():
         known.update(described.validation_alias.choices if described.validation_alias else [name])
     for name in sorted(body.keys() - known)[:MAX_UNKNOWN]:
         for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-            raise APIError(400, f"{shorten(name)} is no field of a request; is it {similar}?", name)
+            raise APIError(400, f"{shorten(name)} is not a request field; did you mean {similar}?", name)
         if name not in noted and len(noted) < MAX_UNKNOWN:
             noted.add(name)
-            print_note(f"note: requests have a field that is ignored: {shorten(name)}")
+            print_note(f"note: an unknown field of requests is ignored: {shorten(name)}")
     return fields
 
 
@@ -300,7 +300,7 @@ class Protocol:
             problem = f"there is no model {shorten(fields.model)} here, only {self.name}"
             raise APIError(404, problem, "model", "model_not_found")
         if count > self.max_choices:
-            raise APIError(400, f"the request asks for {count:,} answers; at most {self.max_choices} work", "n")
+            raise APIError(400, f"the request asks for {count:,} answers; at most {self.max_choices} are allowed", "n")
         max_tokens = fields.max_tokens if fields.max_tokens >= 0 else self.max_len
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
@@ -345,7 +345,7 @@ class Protocol:
         """Checks that the tokenizer has all ids of a field. Raises: APIError that names the field, param"""
         largest = self.tokenizer.vocab_size - 1
         if not all(0 <= id <= largest for id in ids):
-            raise APIError(400, f"{param} holds ids outside of 0 to {largest:,}", param)
+            raise APIError(400, f"{param} contains ids outside 0 to {largest:,}", param)
 
     def prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """One prompt as ids; ids are used as they are. Raises: APIError"""

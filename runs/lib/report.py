@@ -73,7 +73,7 @@ def read_reference(name: str) -> list[dict]:
         root = Path(__file__).resolve().parents[2]
         entries = [path.parent for path in (root / "baselines").glob(f"*/{folder.name}")]
         if not entries:
-            raise RunError(f"no entry of baselines/ ran {name}; records/CURVES.md lists those that have one")
+            raise RunError(f"no entry in baselines/ used {name}; records/CURVES.md lists the recipes that have one")
         folder = max(entries)  # names begin with the day
     logs = sorted(folder.glob("log_*.jsonl.gz"))
     if not logs:
@@ -133,7 +133,7 @@ def setting_rows(description: dict) -> dict:
         rows["task"] = settings["task"] + (digits if settings["task"] == "addition" else "")
         rows["answers of a step"] = f"{settings['prompts']} questions x {settings['samples']}"
         rates = f"{settings['muon_lr']:g} (matrices) and {settings['adam_lr']:g} (rest)"
-        rows["learning rates"] = f"{rates} of those of pretraining, falling to 0"
+        rows["learning rates"] = f"{rates} times pretraining's, falling to 0"
         rows["started from"] = settings["source"]
         rows["seed"] = settings["seed"]
     elif "config" in description:
@@ -292,11 +292,11 @@ def write_report(
         entries = read_log(run_dir)
         references = {against: read_reference(against)} if against else {}
     except FileNotFoundError as error:
-        raise RunError(f"there is no {error.filename}; name the directory of a run that has started") from None
+        raise RunError(f"there is no {error.filename}; pass the directory of a run that has started") from None
     logs = itertools.chain(entries, *references.values())
     scored = {str(entry["scored"]) for entry in logs if "scored" in entry}
     if len(scored) > 1:
-        print_note("note: these runs were validated on different texts, so their bits per byte do not compare")
+        print_note("note: these runs were validated on different texts, so their bits per byte are not comparable")
     is_running = result is None and not (run_dir / "result.json").is_file()
     result = result or read_result(run_dir, entries)
     name = run_dir.resolve().name
@@ -304,7 +304,7 @@ def write_report(
     title = f"{name}: {next(iter(rows.values()), '')}"
     parts = [f"# {name}\n"]
     if is_running:
-        parts.append(f"Running: the metrics are those of step {result['steps']:,}.\n")
+        parts.append(f"Still running: the metrics are from step {result['steps']:,}.\n")
 
     evaluations = [entry for entry in entries if "greedy" in entry]
     if evaluations:

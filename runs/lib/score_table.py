@@ -42,7 +42,7 @@ def make_table(tasks: Iterable[tuple[str, np.ndarray, float]], name: str, num_ta
         rows.append(TaskScore(task, len(correct), accuracy, (accuracy - chance) / (1 - chance), seconds))
         say(rows[-1].line())
     if not rows:
-        raise RunError("no task could be scored; give files with --files")
+        raise RunError("no task could be scored; pass files with --files")
 
     mean = None
     if len(rows) == num_tasks:

@@ -16,7 +16,7 @@ from lib.protocol import APIError, Request, Sequence
 MAX_NUM_BATCHED_TOKENS = 16384
 PREFILL_DELAY_STEPS = 2  # that a few new sequences wait for others, as each prefill holds all slots up
 STOPPING = "the server is stopping"
-FAILED = "the model no longer runs, and the server's log says why; start the server again"
+FAILED = "the model has stopped and the server's log says why; restart the server"
 
 
 class Metrics:
@@ -28,13 +28,13 @@ class Metrics:
         own = {"namespace": "decoderstack", "registry": self.registry}
         counter = partial(prometheus.Counter, **own)
         self.requests = counter("http_requests", "Requests by path and status", ("path", "status"))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.prefix_cache_hits = counter("prefix_cache_hits", "Tokens of prompts that earlier requests had cached")
-        self.generation_tokens = counter("generation_tokens", "Tokens of answers")
-        self.steps = counter("steps", "Steps of the model")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.prefix_cache_hits = counter("prefix_cache_hits", "Prompt tokens that were cached by earlier requests")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens")
+        self.steps = counter("steps", "Model steps")
         self.preemptions = counter("num_preemptions", "Answers that lost their slot to another request")
         self.aborted = counter("num_requests_aborted", "Requests whose client disconnected")
-        text = "From the arrival of a request to the first token of each of its answers"
+        text = "Seconds from the arrival of a request to the first token of each of its answers"
         self.time_to_first_token = prometheus.Histogram("time_to_first_token_seconds", text, **own)
         gauge = partial(prometheus.Gauge, **own)
         gauge("max_num_seqs", "Answers that can decode together").set_function(lambda: worker.decoder.num_slots)
@@ -88,7 +88,7 @@ class Worker(threading.Thread):
             count = self.num_waiting() + len(self.sequences)
             capacity = self.decoder.num_slots + self.max_queue_size
             if count + len(request.sequences) > capacity:
-                busy = f"{count} answers are running or waiting, and at most {capacity} may; try again in a moment"
+                busy = f"{count} answers are running or waiting, the most allowed is {capacity}; try again in a moment"
                 raise APIError(429, busy, code="queue_full")
             self.queue[request] = None
             self.wake.notify()
