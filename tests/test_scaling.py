@@ -169,7 +169,7 @@ def test_launch(tmp_path, gpus, processes):
         f"{torchrun}runs/tool.py --run-dir out/stopped --resume",
         f"{torchrun}runs/tool.py SOURCE --run-dir out/dead",
     ]
-    assert (tmp_path / "out/dead.unfinished/log.jsonl").is_file() and "out/finished is finished" in done.stdout
+    assert (tmp_path / "out/dead.unfinished/log.jsonl").is_file() and "out/finished is already finished" in done.stdout
 
 
 def test_speedrun(sandbox):
