@@ -93,7 +93,7 @@ def test_what_is_refused(name, bpe, templates):
     with pytest.raises(APIError):
         server_ids(ts.Tokenizer(bpe), REFUSED[name])
     for render in templates.values():
-        with pytest.raises(Exception, match="role tool|is empty|no text|must hold"):
+        with pytest.raises(Exception, match="role tool|is empty|no text|must contain"):
             render(REFUSED[name])
 
 

@@ -148,7 +148,7 @@ def test_generation(exported):
 
 
 def test_what_it_cannot_do(exported):
-    with pytest.raises(ValueError, match="needs a DynamicCache, not a StaticCache; leave"):
+    with pytest.raises(ValueError, match="needs a DynamicCache, not a StaticCache; omit"):
         exported.model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, cache_implementation="static")
     with pytest.raises(ValueError, match="needs input_ids"):
         exported.model(inputs_embeds=torch.zeros(1, 3, 64))

@@ -707,7 +707,7 @@ def test_unknown_fields_are_bounded(monkeypatch, capsys):
         body = {"messages": HELLO, **{f"{i:05}": 1 for i in range(20_000)}}
         protocol.read_fields(protocol.ChatFields, json.dumps(body).encode())
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == protocol.MAX_UNKNOWN and lines[0] == 'note: requests have a field that is ignored: "00000"'
+    assert len(lines) == protocol.MAX_UNKNOWN and lines[0] == 'note: an unknown field of requests is ignored: "00000"'
 
 
 @pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
