@@ -655,7 +655,9 @@ def test_decode_attention(size, offset, device, monkeypatch):
     positions = torch.tensor([-1, 0, size // 2, size - 2, size - 1, size, 5 * size + 1], device=device).int()
     behind = (positions[:, None] - torch.arange(size, device=device)) % size
     unseen = ((behind > positions[:, None]) | (behind == size - 1))[:, :, None, None]
-    rings = torch.randn(2, len(positions), size, H, D, device=device).to(dtype)
+    shared = 2  # slots behind those that have a query, which nobody may touch
+    unseen = torch.cat((unseen, unseen.new_zeros(shared, size, 1, 1)))
+    rings = torch.randn(2, len(unseen), size, H, D, device=device).to(dtype)
     mine, theirs = rings.masked_fill(unseen, float("nan")), rings.masked_fill(unseen, 0)
     for _ in range(2):
         q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
@@ -665,6 +667,7 @@ def test_decode_attention(size, offset, device, monkeypatch):
         assert error < (1e-2 if cuda else 1e-5)  # not so for NaN
         assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"
         assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "an idle slot"
+        assert torch.equal(mine[:, -shared:], rings[:, -shared:]), "a slot of a shared prefix"
         positions = torch.where(positions < 0, positions, positions + 1)
 
 
