@@ -148,7 +148,7 @@ class Config:
     mlp_width: int = 0  # hidden width of the MLP; 0: 4 x width
     swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
     vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
-    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one starts a new document
+    max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 512  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
     no_attention_layers: tuple = ()  # layers that are an MLP alone
@@ -176,7 +176,7 @@ class Config:
     fp8_o: bool = True  # product of attention's output in fp8
     recompute: bool = False  # layers run again in the backward: a third of the memory, without fp8
     mtp_weights: tuple = (1.0,)  # loss weights of the next tokens: multi-token prediction (record 53)
-    mtp_until: float = 0.5  # fraction of the run over which all mtp_weights but the first fall to 0
+    mtp_until: float = 0.5  # fraction of the run over which all but the first mtp_weight fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
@@ -199,7 +199,7 @@ class Config:
     table_decay: float = 0.015  # the same for value and n-gram embeddings
     muon_beta2: float = 0.9  # decay of the second moment of NorMuon
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's momentum: start, end, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
     cooldown: float = 0.65  # fraction of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
     average: float = 0.0  # fraction of the run, at its end, whose weights are averaged (PR 360)
@@ -1103,7 +1103,7 @@ class GPT(nn.Module):
         return y.reshape(len(normed_TD), c.width)
 
     def embed_inputs(self, tokens_T, previous_2T, positions_T, attend, ngram_rows) -> Inputs:
-        """Embeddings of tokens and of n-grams, the rotary table, scalars; arguments as of the trunk."""
+        """Embeddings, the rotary table, scalars; arguments as of the trunk."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -2167,7 +2167,7 @@ def check_same_run(run: Run) -> None:
     """Raises UserError unless a resumed run goes on with its own script and data."""
     kept = run.run_dir / Path(__file__).name
     if not kept.is_file() or kept.read_bytes() != SOURCE:
-        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with that one, {kept}")
+        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with {kept}")
     if read_description(run.run_dir)["dataset_fingerprint"] != run.job.fingerprint:
         raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} started with; pass that with --data")
 
@@ -2752,7 +2752,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one with --run-dir")
+    require(path.is_file(), f"{run_dir} is not a run directory, as it has no config.json; choose one")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -2842,8 +2842,8 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     folders = [path.parent for path in run_dir.glob("checkpoints/step_*/state.json")]
-    folders = [folder for folder in folders if folder.name[5:].isdecimal()]
-    return sorted(folders, key=lambda folder: int(folder.name[5:]))
+    steps = {folder.name.removeprefix("step_"): folder for folder in folders}
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)]
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
@@ -2898,7 +2898,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator:
-    """The content of a safetensors file, as bytes or arrays of them; each replaces the one before."""
+    """The content of a safetensors file, in pieces that each replace the one before."""
     header = {}
     end = 0
     for name, tensor in tensors.items():

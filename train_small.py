@@ -130,7 +130,7 @@ class Config:
     mlp_width: int = 3072  # hidden width of an MLP
     swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
     vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
-    max_seq_len: int = 2048  # longest document in tokens; the rest of a longer one starts a new document
+    max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 128  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
     no_attention_layers: tuple = (4, 6, 9)  # layers that are an MLP alone (record 17: layer 6)
@@ -158,7 +158,7 @@ class Config:
     fp8_o: bool = False  # product of attention's output in fp8; no gain at this width
     recompute: bool = False  # layers run again in the backward: less memory, slower, without fp8
     mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens: multi-token prediction (record 53)
-    mtp_until: float = 0.65  # fraction of the run over which all mtp_weights but the first fall to 0
+    mtp_until: float = 0.65  # fraction of the run over which all but the first mtp_weight fall to 0
     # Weight of a second target: the longest other token that the next token begins with. 0: off.
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
@@ -179,7 +179,7 @@ class Config:
     adam_lr: float = 0.006  # learning rate of everything else
     muon_beta2: float = 0.9  # decay of the second moment of NorMuon
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's momentum: start, end, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
     cooldown: float = 0.6  # fraction of the run over which the rate falls
     lr_floor: float = 0.2  # rate at the end, as a fraction of the base rate
     average: float = 0.2  # fraction of the run, at its end, whose weights are averaged (PR 360)
@@ -1016,7 +1016,7 @@ class GPT(nn.Module):
         return y.reshape(len(normed_TD), c.width)
 
     def embed_inputs(self, tokens_T, previous_2T, positions_T, attend, ngram_rows) -> Inputs:
-        """Embeddings of tokens and of n-grams, the rotary table, scalars; arguments as of the trunk."""
+        """Embeddings, the rotary table, scalars; arguments as of the trunk."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
         x = F.embedding(tokens_T, self.embed)
@@ -2080,7 +2080,7 @@ def check_same_run(run: Run) -> None:
     """Raises UserError unless a resumed run goes on with its own script and data."""
     kept = run.run_dir / Path(__file__).name
     if not kept.is_file() or kept.read_bytes() != SOURCE:
-        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with that one, {kept}")
+        raise UserError(f"{run.run_dir} started with a different {kept.name}; continue it with {kept}")
     if read_description(run.run_dir)["dataset_fingerprint"] != run.job.fingerprint:
         raise UserError(f"{run.job.config.data} is not the data that {run.run_dir} started with; pass that with --data")
 
@@ -2665,7 +2665,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one with --run-dir")
+    require(path.is_file(), f"{run_dir} is not a run directory, as it has no config.json; choose one")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -2755,8 +2755,8 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     folders = [path.parent for path in run_dir.glob("checkpoints/step_*/state.json")]
-    folders = [folder for folder in folders if folder.name[5:].isdecimal()]
-    return sorted(folders, key=lambda folder: int(folder.name[5:]))
+    steps = {folder.name.removeprefix("step_"): folder for folder in folders}
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)]
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
@@ -2811,7 +2811,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator:
-    """The content of a safetensors file, as bytes or arrays of them; each replaces the one before."""
+    """The content of a safetensors file, in pieces that each replace the one before."""
     header = {}
     end = 0
     for name, tensor in tensors.items():

@@ -456,8 +456,12 @@ def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Chunk], Cou
 
 def end_with_parent() -> None:
     """Ends this process when the one that started it has ended, by whatever signal."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def describe(corpus: Corpus) -> dict[str, Any]:

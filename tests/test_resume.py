@@ -300,7 +300,7 @@ def test_tensors_are_those_that_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("script", "started with a different train_small.py; continue it with that one"),
+        ("script", "started with a different train_small.py; continue it with"),
         ("data", "is not the data that"),
         ("tokenizer", "is not the data that"),  # one of the same size
         (["--cooldown", "0.3"], "--resume cannot change --cooldown: "),
