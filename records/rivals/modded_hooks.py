@@ -62,7 +62,8 @@ def change(names: dict) -> None:
     args = names["args"]
     args.num_scheduled_iterations, args.num_extension_iterations = choose_steps(SETTINGS["tokens"], batches)
     SETTINGS["trained_tokens"] = trained_tokens(args.num_scheduled_iterations, args.num_extension_iterations, batches)
-    args.val_loss_every = 0
+    args.val_loss_every = SETTINGS["val_every"]
+    SETTINGS["steps"] = args.num_scheduled_iterations + args.num_extension_iterations
     args.val_batch_size = VALIDATION_PACK * grad_accum_steps
     args.val_tokens = VALIDATION_PACK * len(validation)
 
@@ -104,5 +105,8 @@ def report(mean_loss: torch.Tensor, milliseconds: float, steps: int) -> None:
     """mean_loss: nats of the scored targets divided by all positions of the validation packs, padding included."""
     nats = mean_loss.item() * VALIDATION_PACK * len(validation)
     result = {"bpb": text.bpb(nats), "nats": nats, "seconds": milliseconds / 1000, "steps": steps}
+    if steps < SETTINGS["steps"]:
+        print("VALIDATION " + json.dumps(result), flush=True)
+        return
     result |= {"tokens": SETTINGS["trained_tokens"], "gib": torch.cuda.max_memory_allocated() / 2**30}
     print("RESULT " + json.dumps(result), flush=True)

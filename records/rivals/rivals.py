@@ -127,6 +127,7 @@ def settings_of(rival: str, args: argparse.Namespace, sequence: int = 2048) -> d
     if not tokens:
         raise UserError(f"the number of training tokens is unknown for {args.data}; set it with --tokens")
     settings = {"rival": rival, "data": str(args.data.resolve()), "tokens": tokens, "sequence": sequence}
+    settings["val_every"] = args.val_every
     return settings | {"limit": 16 if args.smoke else None, "smoke": args.smoke}
 
 
@@ -156,7 +157,8 @@ def run_nanochat(args: argparse.Namespace) -> None:
     settings |= {"attention": args.attention, "flags": args.flags, "rows": args.rows or min(32, args.batch // sequence)}
     steps = 14 if args.smoke else args.steps or settings["tokens"] // args.batch
     command = ["--depth", depth, "--max-seq-len", sequence, "--device-batch-size", settings["rows"]]
-    command += ["--total-batch-size", args.batch, "--num-iterations", steps, "--eval-every", 1_000_000]
+    command += ["--total-batch-size", args.batch, "--num-iterations", steps]
+    command += ["--eval-every", args.val_every or 1_000_000]
     command += ["--core-metric-every", -1, "--sample-every", -1, *shlex.split(args.flags)]
     if args.fp8:
         command.append("--fp8")
@@ -183,7 +185,7 @@ def run_cpu(args: argparse.Namespace) -> None:
     if not (args.data / "dataset.json").is_file():
         way = "python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib"
         raise UserError(f"no dataset at {args.data}; make it with `{way}`")
-    shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048, "gpu": ""}
+    shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048, "gpu": "", "val_every": 0}
     shared |= {"attention": "torch", "flags": f"--aspect-ratio 48 --head-dim 64 {args.flags}".strip()}
     if "nanochat" in args.rivals:
         own = {"depth": 4, "lr": args.nanochat_lr, "fp8": False, "loader": "stream"}
@@ -308,7 +310,7 @@ def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[
     for path in sorted(logs.rglob("*.log.gz")):
         run = read_log(path)
         if smoke or not run["settings"]["smoke"]:
-            settings = {name: value for name, value in run["settings"].items() if name != "seed"}
+            settings = {name: value for name, value in run["settings"].items() if name not in ("seed", "val_every")}
             runs[run["dataset"]["name"], run["machine"]["device"], json.dumps(settings)].append(run)
     return dict(sorted(runs.items()))
 
@@ -358,6 +360,7 @@ def build_parser() -> argparse.ArgumentParser:
     on_gpu = argparse.ArgumentParser(add_help=False, parents=[run])
     on_gpu.add_argument("--data", type=Path, default=Path("data/shards/p34"), metavar="DIR", help="dataset directory")
     on_gpu.add_argument("--tokens", type=int, help="training tokens; by default those of P34 or P100")
+    on_gpu.add_argument("--val-every", type=int, default=0, help="steps between validations; 0: only at the end")
     on_gpu.add_argument("--gpu", help="index of the GPU; by default the first visible one")
     attention = {"default": "torch", "choices": ("torch", "fa4", "hub")}
     attention["help"] = "torch's varlen attention, flash-attn-4, or FlashAttention 3 from the Hugging Face hub"
