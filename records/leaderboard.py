@@ -9,8 +9,8 @@ import argparse
 import os
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
-from statistics import fmean
 
 import entry
 import files
@@ -19,7 +19,7 @@ import plots
 import rules
 import text
 import tracks
-from metrics import METRICS, loss_curve
+from metrics import METRICS, loss_curve, read_log
 from ranking import Kind, Standing, rank
 from text import format_value
 
@@ -33,6 +33,8 @@ SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak
 TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:]), "by"]
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to the target", "by"]
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
+BESIDE_RIVALS = {"small": "train_small.py", "plain": "without tables"}  # rows in curves.png, and their labels
+SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
 
 
 # ==== README.md
@@ -180,13 +182,18 @@ def last_start(record: dict) -> str:
     return max(dates, default=entry.day_of(record))
 
 
+def name_of(args: str) -> str:
+    """What an args file adds to the name of its dataset: "medium" for p34_medium.args, "small" if nothing."""
+    return args.removesuffix(".args").partition("_")[2] or "small"
+
+
 def rows_of(dataset: str) -> list[plots.Row]:
-    """A row for each of them on a dataset, named by what its args file adds to that."""
+    """A row for each of today's entries on a dataset."""
     rows = []
     for args, record in current_entries().items():
         if record["dataset"]["name"] == dataset:
             row = plots.record_row(files.BASELINES / record["name"])
-            row.name = args.removesuffix(".args").partition("_")[2] or "small"
+            row.name = name_of(args)
             rows.append(row)
     return rows
 
@@ -212,26 +219,59 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Plots today's entries on the main dataset beside other projects, and their losses. Returns the files."""
+    """Draws the curves of today's entries on the main dataset, and results by training tokens. Returns the files."""
     dataset = tracks.read()["main_dataset"]
     rows = rows_of(dataset)
     if not rows:
         return []
-    today = README.with_name("curves.png")
-    losses = README.with_name("training.png")
-    plots.draw_today(rows, rival_points(dataset), f"{dataset.upper()}: lower is better, further left is faster", today)
+    names = ("curves", "training", "tokens")
+    today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
+    device = rows[0].device.removeprefix("NVIDIA ").split()[0]
+    title = f"{dataset.upper()} on one {device}: lower is better, further left is faster"
+    plots.draw_seconds([*our_curves(rows), *rival_curves(dataset, rows[0].device)], title, today)
     plots.draw_rows(rows, losses)
-    return [today, losses]
+    plots.draw_tokens(token_curves(), tokens)
+    return [today, losses, tokens]
 
 
-def rival_points(dataset: str) -> list[tuple[str, str, float, float]]:
-    """(name, device, seconds, bits per byte) of other projects' settings with logs, means over seeds."""
-    points = []
-    for (name, device, _), runs in rivals.grouped(README.parent / "rivals" / "logs").items():
-        if name == dataset:
-            mean = {key: fmean(run["result"][key] for run in runs) for key in ("seconds", "bpb")}
-            points.append((rivals.short_name(runs[0]["settings"]), device, mean["seconds"], mean["bpb"]))
-    return points
+def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
+    """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only."""
+    curves = []
+    for row in rows:
+        if row.name in BESIDE_RIVALS and row.device == rows[0].device:
+            runs = [[(p.seconds, p.val_bpb) for p in curve if p.val_bpb is not None] for curve in row.curves]
+            curves.append(plots.mean_curve(BESIDE_RIVALS[row.name], plots.BLUE, runs))
+    return curves
+
+
+def rival_curves(dataset: str, device: str) -> list[plots.Curve]:
+    """Other projects in curves.png, each with those of its settings that have the fewest bits per byte."""
+    curves = defaultdict(list)
+    for (name, gpu, _), runs in rivals.grouped(README.parent / "rivals" / "logs").items():
+        if (name, gpu) == (dataset, device):
+            settings = runs[0]["settings"]
+            color = plots.ORANGE if settings["rival"] == "modded" else plots.GREY
+            # nanochat also validates before its first step.
+            points = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in runs]
+            curves[settings["rival"]].append(plots.mean_curve(rivals.short_name(settings), color, points))
+    return [min(settings, key=lambda curve: curve.points[-1][1]) for settings in curves.values()]
+
+
+def token_curves() -> list[plots.Curve]:
+    """Results of both scripts over training tokens: what scored the text that the main dataset scores."""
+    tracks_json = tracks.read()
+    scored = tracks_json["datasets"][tracks_json["main_dataset"]]["scored"]["sha256"]
+    results = {"small": [], "medium": []}
+    for args, record in current_entries().items():
+        if name_of(args) in results and record["scored"]["sha256"] == scored:
+            mean = {key: record["summary"][key]["mean"] for key in ("tokens", "val_bpb")}
+            results[name_of(args)].append((mean["tokens"], mean["val_bpb"]))
+    for name, log in SINGLE_RUNS:
+        last = read_log(README.parent / log)[-1]
+        if last["scored"]["sha256"] == scored:
+            results[name].append((last["tokens"], last["val_bpb"]))
+    colors = {"small": plots.BLUE, "medium": plots.ORANGE}
+    return [plots.Curve(f"train_{name}.py", colors[name], sorted(each)) for name, each in results.items() if each]
 
 
 # ==== the command

@@ -5,6 +5,7 @@ three seeds each, trained for 12 steps.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import importlib.util
 import io
@@ -257,10 +258,11 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     before = (repo / "records" / "README.md").read_text()
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
     swap(folders[0] / "README.md", "## Hypothesis", "Made by A. B. Writer.\n\n## Hypothesis")
-    pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
+    pictures = [repo / "records" / f"{name}.png" for name in ("curves", "training", "tokens")]
+    old = [path.read_bytes() for path in pictures]
     run(leaderboard)
-    written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
-    assert all(new.startswith(b"\x89PNG") and new != old for new, old in zip(written, pictures, strict=True))
+    for path, content in zip(pictures, old, strict=True):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.read_bytes() != content
     losses, bpbs = ([[e for e in log if "loss" in e][-1][key] for log in raw(repo, "b")] for key in ("loss", "bpb"))
     last = f"{np.mean(losses):.3f} | {np.std(losses, ddof=1):.3f} | {np.mean(bpbs):.3f} |"
     page = (repo / "records" / "CURVES.md").read_text()
@@ -288,6 +290,27 @@ def test_write_leaderboard(repo, folders, monkeypatch):
         assert "README.md: updated" in run(leaderboard) and "[2026" not in (repo / "records/README.md").read_text()
     run(leaderboard)
     assert (repo / "records" / "README.md").read_text() == written
+
+
+def test_what_the_pictures_show(repo, folders, monkeypatch):
+    """A curve over seconds that ends at the mean of the seeds, and results over tokens of the same scored text."""
+    tracks_json = tracks.read() | {"main_dataset": "tiny"}
+    monkeypatch.setattr(tracks, "read", lambda: tracks_json)
+    logs = raw(repo, "b")
+    during = next(line for line in logs[0] if "val_bpb" in line)
+    mean = {key: np.mean([log[-1][key] for log in logs]) for key in ("train_seconds", "val_bpb")}
+    rows = leaderboard.rows_of("tiny")
+    (curve,) = leaderboard.our_curves([*rows, dataclasses.replace(rows[0], device="another GPU")])
+    assert curve.name == "train_small.py" and during["step"] == 6
+    assert curve.points == [(during["train_seconds"], during["val_bpb"]), pytest.approx(tuple(mean.values()))]
+
+    # The committed run, which is no entry, scored another text; this one scored the same.
+    shutil.copy(repo / "out/a_0/log.jsonl", repo / "records")
+    (small,) = leaderboard.token_curves()
+    assert small.name == "train_small.py" and small.points == [(4608, pytest.approx(mean["val_bpb"]))]
+    monkeypatch.setattr(leaderboard, "SINGLE_RUNS", (("medium", "log.jsonl"),))
+    _, medium = leaderboard.token_curves()
+    assert medium.name == "train_medium.py" and medium.points == [(4608, raw(repo, "a")[0][-1]["val_bpb"])]
 
 
 # ==== tampering

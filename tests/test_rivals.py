@@ -15,7 +15,9 @@ import train_small as ts
 
 from tiny import ROOT, tiny_config, write_dataset, write_shard
 
+sys.path.insert(0, str(ROOT / "records"))
 sys.path.insert(0, str(ROOT / "records/rivals"))
+import leaderboard
 import plain_gpt
 import rivals
 from rival_text import Text, UserError
@@ -389,9 +391,9 @@ def bits(nats: float) -> float:
     return nats / math.log(2) / 1000
 
 
-def write_log(path, *lines: str, rival="gpt", seed=0, nats=1000.0, **wrong) -> None:
+def write_log(path, *lines: str, rival="gpt", lr=0.001, seed=0, nats=1000.0, **wrong) -> None:
     """A finished run: these lines, then the result of 50 steps in 2 s, but for what is `wrong` in it."""
-    settings = {"rival": rival, "lr": 0.001, "seed": seed, "smoke": False}
+    settings = {"rival": rival, "lr": lr, "seed": seed, "smoke": False}
     run = {"settings": settings, "machine": {"device": "a CPU"}, "dataset": {"name": "p34", "scored": {"bytes": 1000}}}
     result = {"bpb": bits(nats), "nats": nats, "seconds": 2.0, "steps": 50, "tokens": 100, "gib": None} | wrong
     words = ["RUN " + json.dumps(run), *lines, "RESULT " + json.dumps(result)]
@@ -456,6 +458,22 @@ def test_validations_of_nanochat(tmp_path):
     write_log(path, *lines[:-2], rival="nanochat", seconds=50 * mean)
     with pytest.raises(UserError, match="results after"):
         rivals.read_log(path)
+
+
+def test_curves_of_rivals(tmp_path, monkeypatch):
+    """Each rival with its best settings: the seed with the most validations, ended at the mean of the seeds."""
+    logs = tmp_path / "rivals/logs"
+    logs.mkdir(parents=True)
+    monkeypatch.setattr(leaderboard, "README", tmp_path / "README.md")
+    end = "step:50/50 val_loss:3.1 train_time:2200ms step_avg:1ms"
+    write_log(logs / "a.log.gz", end, rival="modded", nats=1100.0, seconds=2.2)
+    write_log(logs / "b.log.gz", *modded_lines(900), rival="modded", seed=1)
+    write_log(logs / "c.log.gz", end, rival="modded", lr=0.1, nats=1900.0, seconds=2.2)
+    write_log(logs / "d.log.gz", GPT_LINE)
+    found = {curve.name: curve.points for curve in leaderboard.rival_curves("p34", "a CPU")}
+    modded = [(0.9, pytest.approx(bits(1500))), (pytest.approx(2.1), pytest.approx(bits(1050)))]
+    assert found == {"modded-nanogpt, record 89": modded, "plain GPT": [(2.0, pytest.approx(bits(1000)))]}
+    assert leaderboard.rival_curves("p34", "NVIDIA H200") == leaderboard.rival_curves("p100", "a CPU") == []
 
 
 def test_seeds_share_a_row(tmp_path, capsys):

@@ -333,10 +333,9 @@ def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[
 
 def short_name(settings: dict) -> str:
     """What a picture calls a run with these settings."""
-    if settings["rival"] == "modded":
-        return f"modded-nanogpt record 89, batches / {settings['divide']}"
-    name = f"nanochat d{settings['depth']}" if settings["rival"] == "nanochat" else "plain GPT"
-    return f"{name}, {settings['batch']:,} tokens a step"
+    if settings["rival"] == "nanochat":
+        return f"nanochat d{settings['depth']}"
+    return {"modded": "modded-nanogpt, record 89", "gpt": "plain GPT"}[settings["rival"]]
 
 
 def results(args: argparse.Namespace) -> None:
