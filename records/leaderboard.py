@@ -29,9 +29,10 @@ import rivals
 README = files.ROOT / "records" / "README.md"
 BEGIN = "<!-- written by records/leaderboard.py; do not edit -->"
 END = "<!-- /written -->"
-SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:]), "by"]
-BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to the target", "by"]
+SHOWN = ("val_bpb", "train_seconds", "tokens", "peak_memory_gib")
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:])]
+BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
+NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
 BESIDE_RIVALS = {"small": "train_small.py", "plain": "without tables"}  # rows in curves.png, and their labels
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
@@ -50,22 +51,19 @@ def entry_line(record: dict, standing: Standing | str) -> list[str]:
     summary = record["summary"]
     figures = [format(summary[key]["mean"], METRICS[key][1]) for key in SHOWN]
     figures.insert(1, format_value(summary["val_bpb"]["sd"], ".5f"))
-    return [link_to(record), str(standing), str(len(record["runs"])), *figures, made_by(record)]
+    return [link_to(record), str(standing), str(len(record["runs"])), *figures]
 
 
 def link_to(record: dict, shown: str | None = None) -> str:
-    return f"[{shown or record['name']}](../baselines/{record['name']}/README.md)"
-
-
-def made_by(record: dict) -> str:
-    """The names in a line "Made by NAMES." of an entry's README.md; empty if there is none."""
+    """A link to an entry, and the names in a line "Made by NAMES." of its README.md."""
     page = (files.BASELINES / record["name"] / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^Made by (.+?)\.?$", page, re.M)
-    return found[1] if found else ""
+    made_by = re.search(r"^Made by (.+?)\.?$", page, re.M)
+    link = f"[{shown or record['name']}](../baselines/{record['name']}/README.md)"
+    return f"{link} by {made_by[1]}" if made_by else link
 
 
 def leaderboard() -> str:
-    """The generated part of records/README.md, with its markers: records, then all entries."""
+    """The generated part of records/README.md, with its markers: records on published text, and folded all entries."""
     tracks_json = tracks.read()
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
@@ -78,10 +76,16 @@ def leaderboard() -> str:
         standings = [each for ranked in pairs[pair].values() for each in ranked]
         return max(entry.day_of(record) for record, _ in standings)
 
-    def comes_late(pair: str) -> tuple[bool, bool]:
-        """What not everyone can repeat, and shapes with tracks of their own."""
-        track = tracks_json["tracks"][next(iter(pairs[pair]))]
-        return track["dataset"] != tracks_json["main_dataset"], "config" in track
+    def first_track(pair: str) -> dict:
+        return tracks_json["tracks"][next(iter(pairs[pair]))]
+
+    def is_published(pair: str) -> bool:
+        return first_track(pair)["dataset"] not in NOT_PUBLISHED
+
+    def comes_late(pair: str) -> tuple[bool, bool, bool]:
+        """What nobody else can repeat, other text than that of most entries, and shapes with tracks of their own."""
+        track = first_track(pair)
+        return not is_published(pair), track["dataset"] != tracks_json["main_dataset"], "config" in track
 
     best = []
     blocks = []
@@ -91,32 +95,36 @@ def leaderboard() -> str:
             lines = [entry_line(record, standing) for record, standing in standings]
             rule = about(tracks_json["tracks"][name], tracks_json)
             parts.append(f"**{name}**: {rule}\n\n{text.table(TITLES, lines, 2)}")
-        best.append(best_line(pair, pairs[pair], tracks_json))
-        blocks.append(fold(f"All entries of {pair}, {best[-1][1]}", "\n\n".join(parts)))
-    blocks.insert(0, text.table(BEST_TITLES, best, len(BEST_TITLES)))
+        gpu = gpu_of(first_track(pair)["hardware"]["device"])
+        blocks.append(fold(f"{pair}, {gpu}", "\n\n".join(parts)))
+        if is_published(pair):
+            best.append([pair, gpu, *best_cells(pairs[pair], tracks_json)])
     if rest := [record for record in records if not tracks_by_name[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
         blocks.append(fold("Entries without a track", text.table(TITLES, lines, 2)))
     taken = {name for names in tracks_by_name.values() for name in names}
-    blocks.append(open_tracks(tracks_json, taken))
-    return "\n\n".join([BEGIN, *blocks, END])
+    table = text.table(BEST_TITLES, best, len(BEST_TITLES))
+    entries = fold("All entries, by track", "\n\n".join(blocks))
+    return "\n\n".join([BEGIN, table, entries, open_tracks(tracks_json, taken), END])
 
 
-def best_line(pair: str, ranked: dict[str, list], tracks_json: dict) -> list[str]:
-    """The cells of a pair of tracks under BEST_TITLES."""
+def best_cells(ranked: dict[str, list], tracks_json: dict) -> list[str]:
+    """The records of a pair of tracks, in bits per byte and in seconds to the target; empty where there is none."""
     cells = []
-    makers = set()
     for name, standings in ranked.items():
         track = tracks_json["tracks"][name]
         metric = track["ranked_by"]
         held = [record for record, standing in standings if standing.kind is Kind.RECORD]
-        if held:
-            best = held[0]
-            cells.append(link_to(best, format(best["summary"][metric]["mean"], METRICS[metric][1])))
-            makers.add(made_by(best))
-        else:
-            cells.append("")
-    return [pair, track["hardware"]["device"], *cells, ", ".join(sorted(makers - {""}))]
+        cell = link_to(held[0], format(held[0]["summary"][metric]["mean"], METRICS[metric][1])) if held else ""
+        if held and metric == "train_seconds":
+            cell += f" to {track['target_bpb']:.3f} bpb"
+        cells.append(cell)
+    return cells
+
+
+def gpu_of(device: str) -> str:
+    """A device's name, shortened to "H100" for "NVIDIA H100 80GB HBM3"."""
+    return device.split()[1] if device.startswith("NVIDIA ") else device
 
 
 def fold(title: str, body: str) -> str:
@@ -209,7 +217,7 @@ def curves() -> str:
             loss = f"{row['loss']:.3f}", format_value(row["loss_sd"], ".3f"), f"{row['bpb']:.3f}"
             lines.append([f"{fraction:.0%}", str(row["step"]), f"{row['tokens'] / 1e6:.1f} M", *loss])
         table = text.table(["of the run", "step", "tokens", "loss", "sd", "bpb"], lines, 1)
-        mean = {key: record["summary"][key]["mean"] for key in SHOWN}
+        mean = {key: summary["mean"] for key, summary in record["summary"].items()}
         hardware = f"{record['hardware']['num_devices']} x {record['hardware']['device']}"
         result = f"{mean['val_bpb']:.4f} val bpb in {mean['train_seconds']:.1f} s, "
         result += f"{mean['tokens_per_second']:,.0f} tokens/s, {mean['peak_memory_gib']:.1f} GiB"
@@ -226,8 +234,7 @@ def draw() -> list[Path]:
         return []
     names = ("curves", "training", "tokens")
     today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
-    device = rows[0].device.removeprefix("NVIDIA ").split()[0]
-    title = f"{dataset.upper()} on one {device}: lower is better, further left is faster"
+    title = f"{dataset.upper()} on one {gpu_of(rows[0].device)}: lower is better, further left is faster"
     plots.draw_seconds([*our_curves(rows), *rival_curves(dataset, rows[0].device)], title, today)
     plots.draw_rows(rows, losses)
     plots.draw_tokens(token_curves(), tokens)

@@ -271,12 +271,14 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     written = (repo / "records" / "README.md").read_text()
     assert written.startswith(before[: before.index(leaderboard.BEGIN)])
     assert "Fewest bits per byte with 4,608 tokens, at most" in written and "Fewest training seconds" in written
-    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", written, re.M)
+    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\](?:.+?) +\| (record 1 |)", written, re.M)
     assert rows == [("base", "record 1 "), ("a-low-rate", "")] * 2
     bpb, seconds = (np.mean([log[-1][key] for log in raw(repo, "a")]) for key in ("val_bpb", "train_seconds"))
-    (best,) = re.findall(r"^\| tiny-small +\| (.*)", written, re.M)  # both records, and their maker
-    assert re.findall(r"\[([\d.]+)\]\(\S+?2026-11-22_base/", best) == [f"{bpb:.5f}", f"{seconds:.2f}"]
-    assert best.endswith("| A. B. Writer |") and written.count("| A. B. Writer |") == 3
+    target = tracks.read()["tracks"]["tiny-small-seconds"]["target_bpb"]
+    (best,) = re.findall(r"^\| tiny-small +\| [^|]+\| (.*?) +\| (.*?) +\|$", written, re.M)
+    link = "(../baselines/2026-11-22_base/README.md) by A. B. Writer"
+    assert best == (f"[{bpb:.5f}]{link}", f"[{seconds:.2f}]{link} to {target:.3f} bpb")
+    assert written.count(" by A. B. Writer") == 4
     assert "c34-small-bpb, c34-small-seconds" in written and "--max-files 1" in written
     assert "is up to date" in run(leaderboard)
     record = folders[1] / "record.json"
