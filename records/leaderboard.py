@@ -34,7 +34,8 @@ TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for k
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
-BESIDE_RIVALS = {"small": "train_small.py", "plain": "without tables"}  # rows in curves.png, and their labels
+# Labels in curves.png, by what an args file adds to the name of the dataset, and by the names of logs in rivals/ours.
+BESIDE_RIVALS = {"small": "train_small.py", "tables": "tables of 0.29 B", "plain": "without tables"}
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
 
 
@@ -97,8 +98,9 @@ def leaderboard() -> str:
             parts.append(f"**{name}**: {rule}\n\n{text.table(TITLES, lines, 2)}")
         gpu = gpu_of(first_track(pair)["hardware"]["device"])
         blocks.append(fold(f"{pair}, {gpu}", "\n\n".join(parts)))
-        if is_published(pair):
-            best.append([pair, gpu, *best_cells(pairs[pair], tracks_json)])
+        cells = best_cells(pairs[pair], tracks_json)
+        if is_published(pair) and any(cells):
+            best.append([pair, gpu, *cells])
     if rest := [record for record in records if not tracks_by_name[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
         blocks.append(fold("Entries without a track", text.table(TITLES, lines, 2)))
@@ -242,26 +244,43 @@ def draw() -> list[Path]:
 
 
 def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
-    """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only."""
+    """In curves.png, on the GPU of the first row: seconds compare on one model of GPU only.
+
+    An entry's end is the mean of its seeds. Where it validated at the end alone, or is missing, logs of rivals/ours
+    take its place.
+    """
+    entries = {row.name: validations(row.curves) for row in rows if row.device == rows[0].device}
     curves = []
-    for row in rows:
-        if row.name in BESIDE_RIVALS and row.device == rows[0].device:
-            runs = [[(p.seconds, p.val_bpb) for p in curve if p.val_bpb is not None] for curve in row.curves]
-            curves.append(plots.mean_curve(BESIDE_RIVALS[row.name], plots.BLUE, runs))
+    for name, label in BESIDE_RIVALS.items():
+        logs = sorted((README.parent / "rivals" / "ours").glob(f"{name}_*.jsonl.gz"))
+        more = validations([plots.points(read_log(path)) for path in logs])
+        if runs := entries.get(name, []) + more:
+            end = plots.mean_end(entries.get(name, more))
+            curves.append(plots.Curve(label, plots.BLUE, [*max(runs, key=len)[:-1], end]))
     return curves
 
 
+def validations(curves: list[list[plots.Point]]) -> list[list[tuple[float, float]]]:
+    """(seconds, bits per byte) of each validation of some runs."""
+    return [[(point.seconds, point.val_bpb) for point in curve if point.val_bpb is not None] for curve in curves]
+
+
 def rival_curves(dataset: str, device: str) -> list[plots.Curve]:
-    """Other projects in curves.png, each with those of its settings that have the fewest bits per byte."""
+    """Other projects in curves.png, each with its best settings among those that validated during training, if any."""
     curves = defaultdict(list)
-    for (name, gpu, _), runs in rivals.grouped(README.parent / "rivals" / "logs").items():
+    for (name, gpu, _), same in rivals.grouped(README.parent / "rivals" / "logs").items():
         if (name, gpu) == (dataset, device):
-            settings = runs[0]["settings"]
+            settings = same[0]["settings"]
             color = plots.ORANGE if settings["rival"] == "modded" else plots.GREY
             # nanochat also validates before its first step.
-            points = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in runs]
-            curves[settings["rival"]].append(plots.mean_curve(rivals.short_name(settings), color, points))
-    return [min(settings, key=lambda curve: curve.points[-1][1]) for settings in curves.values()]
+            runs = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in same]
+            points = [*max(runs, key=len)[:-1], plots.mean_end(runs)]
+            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, points))
+
+    def order(curve: plots.Curve) -> tuple[bool, float]:
+        return len(curve.points) == 1, curve.points[-1][1]
+
+    return [min(settings, key=order) for settings in curves.values()]
 
 
 def token_curves() -> list[plots.Curve]:

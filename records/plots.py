@@ -10,7 +10,7 @@ from typing import NamedTuple
 import entry
 from metrics import split_log
 
-COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4", "plain": "C5"}
 # Lines and text of these colors are readable on a light page and on a dark one.
 BLUE = "#3d85d8"
 ORANGE = "#d9622b"
@@ -111,10 +111,9 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def mean_curve(name: str, color: str, runs: list[list[tuple[float, float]]]) -> Curve:
-    """Of seeds, some of which may have validated at their end alone: the longest run, and the mean of all ends."""
-    end = tuple(fmean(run[-1][axis] for run in runs) for axis in (0, 1))
-    return Curve(name, color, [*max(runs, key=len)[:-1], end])
+def mean_end(runs: list[list[tuple[float, float]]]) -> tuple[float, float]:
+    """The mean last point of some seeds."""
+    return fmean(run[-1][0] for run in runs), fmean(run[-1][1] for run in runs)
 
 
 def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
@@ -134,12 +133,12 @@ def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
             seconds, bpb = curve.points[-1]
             axes.plot(*zip(*curve.points, strict=True), color=curve.color, lw=2)
             axes.plot(seconds, bpb, "o", color=curve.color, ms=8)
-            # Labels of curves that end side by side are stacked.
-            below = [y for x, y in labels if abs(x - seconds) < last / 4]
-            height = max([bpb, *(y + 0.24 * span for y in below)])
-            labels.append((seconds, height))
+            # Labels of curves that end side by side are stacked, right of all of them.
+            right = max(other for other, _ in ends if abs(other - seconds) < last / 8)
+            height = max([bpb, *(y + 0.24 * span for x, y in labels if x == right)])
+            labels.append((right, height))
             text = f"{curve.name}\n{bpb:.4f} in {seconds:.1f} s"
-            axes.text(seconds + last / 60, height, text, color=curve.color, va="center", fontsize=11)
+            axes.text(right + last / 60, height, text, color=curve.color, va="center", fontsize=11)
 
         axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
         axes.set_title(title, loc="left")

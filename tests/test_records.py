@@ -295,21 +295,30 @@ def test_write_leaderboard(repo, folders, monkeypatch):
 
 
 def test_what_the_pictures_show(repo, folders, monkeypatch):
-    """A curve over seconds that ends at the mean of the seeds, and results over tokens of the same scored text."""
+    """Curves over seconds that end at the mean of the seeds, and results over tokens of the same scored text."""
     tracks_json = tracks.read() | {"main_dataset": "tiny"}
     monkeypatch.setattr(tracks, "read", lambda: tracks_json)
-    logs = raw(repo, "b")
-    during = next(line for line in logs[0] if "val_bpb" in line)
-    mean = {key: np.mean([log[-1][key] for log in logs]) for key in ("train_seconds", "val_bpb")}
     rows = leaderboard.rows_of("tiny")
-    (curve,) = leaderboard.our_curves([*rows, dataclasses.replace(rows[0], device="another GPU")])
-    assert curve.name == "train_small.py" and during["step"] == 6
-    assert curve.points == [(during["train_seconds"], during["val_bpb"]), pytest.approx(tuple(mean.values()))]
+    rows.append(dataclasses.replace(rows[0], name="plain", device="another GPU"))
+    ours = repo / "records/rivals/ours"
+    shutil.rmtree(ours)
+    ours.mkdir()
+    for seed, log in enumerate(raw(repo, "a")):
+        # Of an entry and of logs beside it; the first seed validates at its end alone.
+        kept = [line for line in log if "loss" in line or line["step"] == 12 or seed]
+        (ours / f"tables_{seed}.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, kept)).encode()))
+    small, tables = leaderboard.our_curves(rows)
+    assert (small.name, tables.name) == ("train_small.py", "tables of 0.29 B")
+    for curve, logs, longest in ((small, raw(repo, "b"), 0), (tables, raw(repo, "a"), 1)):
+        during = next(line for line in logs[longest] if "val_bpb" in line)
+        seconds, bpb = (np.mean([log[-1][key] for log in logs]) for key in ("train_seconds", "val_bpb"))
+        assert curve.points == [(during["train_seconds"], during["val_bpb"]), pytest.approx((seconds, bpb))]
 
     # The committed run, which is no entry, scored another text; this one scored the same.
     shutil.copy(repo / "out/a_0/log.jsonl", repo / "records")
     (small,) = leaderboard.token_curves()
-    assert small.name == "train_small.py" and small.points == [(4608, pytest.approx(mean["val_bpb"]))]
+    bpb = np.mean([log[-1]["val_bpb"] for log in raw(repo, "b")])
+    assert small.name == "train_small.py" and small.points == [(4608, pytest.approx(bpb))]
     monkeypatch.setattr(leaderboard, "SINGLE_RUNS", (("medium", "log.jsonl"),))
     _, medium = leaderboard.token_curves()
     assert medium.name == "train_medium.py" and medium.points == [(4608, raw(repo, "a")[0][-1]["val_bpb"])]
