@@ -34,8 +34,7 @@ TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for k
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
-# Labels in curves.png, by what an args file adds to the name of the dataset, and by the names of logs in rivals/ours.
-BESIDE_RIVALS = {"small": "train_small.py", "tables": "tables of 0.29 B", "plain": "without tables"}
+BESIDE_RIVALS = {"small": "train_small.py", "plain": "without tables"}  # rows in curves.png, and their labels
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
 
 
@@ -244,19 +243,19 @@ def draw() -> list[Path]:
 
 
 def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
-    """In curves.png, on the GPU of the first row: seconds compare on one model of GPU only.
+    """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only.
 
-    An entry's end is the mean of its seeds. Where it validated at the end alone, or is missing, logs of rivals/ours
-    take its place.
+    A curve ends at the mean of an entry's seeds. For entries that validated at their end alone, a run in rivals/ours
+    has the points before.
     """
-    entries = {row.name: validations(row.curves) for row in rows if row.device == rows[0].device}
     curves = []
-    for name, label in BESIDE_RIVALS.items():
-        logs = sorted((README.parent / "rivals" / "ours").glob(f"{name}_*.jsonl.gz"))
-        more = validations([plots.points(read_log(path)) for path in logs])
-        if runs := entries.get(name, []) + more:
-            end = plots.mean_end(entries.get(name, more))
-            curves.append(plots.Curve(label, plots.BLUE, [*max(runs, key=len)[:-1], end]))
+    for row in rows:
+        if row.name in BESIDE_RIVALS and row.device == rows[0].device:
+            runs = validations(row.curves)
+            logs = (README.parent / "rivals" / "ours").glob(f"{row.name}_*.jsonl.gz")
+            more = validations([plots.points(read_log(path)) for path in logs])
+            points = [*max(runs + more, key=len)[:-1], plots.mean_end(runs)]
+            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, points))
     return curves
 
 
