@@ -6,7 +6,9 @@
 It reads a dataset directory (data/README.md) and writes a run directory: this script, config.json,
 log.jsonl, checkpoints and result.json. What is done with a trained model lives in runs/.
 
-The file reads downward. One training step needs sections 1 to 6; kernels come last.
+The file reads downward; kernels come last. One training step is, in sections 3 to 6,
+    run_steps > train_step > micro_step (or its CUDA graph) > GPT.forward > trunk > block > attend_layer,
+    then linear_cross_entropy (12) and its backward, then Optimizer.step > update > normuon_update.
 
      1. CONFIG        every recipe number, the stage table, the parameter table
      2. SCHEDULE      learning rate, momentum, loss weights: pure functions of the step
@@ -22,8 +24,8 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
     12. KERNELS       Triton, each beside a plain reference; fp8 products
 
 Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width,
-V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch,
-P packs.
+V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch
+(with those of padding), P packs, N matrices of R rows and C columns in a bank.
 """
 
 # >>> shared: imports
@@ -261,18 +263,18 @@ def stage_rule(config: Config) -> tuple:
     A batch of B tokens is used until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
     262,144 until 772 M. Rates grow with the square root of the batch (arXiv 2205.10287).
     """
-    stages = []
+    rows = []
     seen = 0.0
     packs = config.min_packs
     while seen < config.tokens:
         batch = packs * config.pack_tokens
-        until = max(seen, min(batch**2 / 89, config.tokens))
-        rate = round((batch / 65536) ** 0.5, 3)
-        stages.append(((until - seen) / batch, packs, rate))
+        until = min(batch**2 / 89, config.tokens)
+        steps = (until - seen) / batch
+        rows.append((steps, packs, round((batch / 65536) ** 0.5, 3)))
         seen = until
         packs *= 2
-    steps = sum(stage[0] for stage in stages)
-    return tuple((stage[0] / steps, *stage[1:]) for stage in stages if stage[0])
+    total = sum(steps for steps, _, _ in rows)
+    return tuple((steps / total, packs, rate) for steps, packs, rate in rows)
 
 
 @dataclass(frozen=True)
@@ -392,6 +394,8 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
+# Four objects carry a run: `job` is what it trains on and how (Pretraining), `state` what a step changes
+# (TrainState), `progress` what a checkpoint keeps besides (Progress), `run` all of these (Run).
 
 
 @dataclass
@@ -440,7 +444,7 @@ def train(job: Pretraining, args: argparse.Namespace) -> dict:
     else:
         has_learned = job.start_weights(run.state)
         run.log.rewind(-1)  # what a start without a checkpoint has left
-        describe_start(run)
+        write_description(run)
 
     prepare_loop(run)
     if has_learned:
@@ -513,24 +517,23 @@ class TrainState:
 def train_step(state: TrainState, batch: Batch) -> Tensor:
     """One step; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
     config = state.config
-    if state.model.loss_weights.numel() > 1:
+    if state.model.loss_weights.numel() > 1:  # one is always 1, as in runs/encoder
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
     # Forward and backward of all micro-batches.
     loss = torch.zeros((), device=state.ranks.device)
-    tables = [[] for _ in ngram_tables(state.model)]  # gradients of each n-gram table
+    gradients = []  # of each micro-batch, a list over n-gram tables
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
     for i, micro_batch in enumerate(batch.micro_batches(state.micro_packs, state.ranks.device)):
         if state.graphs is None:
-            nats, gradients = micro_step(state, micro_batch, factor)
+            nats, row_gradients = micro_step(state, micro_batch, factor)
         else:
-            nats, gradients = replay(state, micro_batch, factor, is_first=(i == 0))
+            nats, row_gradients = replay(state, micro_batch, factor, is_first=(i == 0))
         loss += nats / targets
-        for collected, gradient in zip(tables, gradients, strict=True):
-            collected.append(gradient)
-    set_sparse_gradients(state.model, tables)
+        gradients.append(row_gradients)
+    set_sparse_gradients(state.model, list(zip(*gradients, strict=True)))
 
     state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
     state.step += 1
@@ -554,12 +557,13 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
     tables = ngram_tables(state.model)
-    hashes = []
+    indices = []
     if tables:
         tokens_T = micro_batch.tokens_T
         hashes = state.model.hash_ngrams(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+        indices = [index_T for index_T, _ in hashes]
     rows = []
-    for table, (index_T, _) in zip(tables, hashes, strict=True):
+    for table, index_T in zip(tables, indices, strict=True):
         rows.append(table.detach()[index_T].requires_grad_())
     if state.dynamic_tokens:
         # One compiled model serves all sizes as fast as one for each would, and compiles faster.
@@ -570,8 +574,8 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
         options["token_weight_T"] = token_weight_T
     total, nats = state.forward(*micro_batch, **options)
     (total * factor).backward()
-    looked_up = zip(hashes, rows, strict=True)
-    return nats.sum(), [RowGradients(index_T, row_TC.grad) for (index_T, _), row_TC in looked_up]
+    looked_up = zip(indices, rows, strict=True)
+    return nats.sum(), [RowGradients(index_T, row_TC.grad) for index_T, row_TC in looked_up]
 
 
 def ngram_tables(model: nn.Module) -> list[Tensor]:
@@ -621,7 +625,7 @@ def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tens
     if key not in state.graphs:
         if state.is_warm and state.ranks.is_main:
             print(f"note: a CUDA graph for {len(inputs[0]):,} tokens is captured while the clock runs")
-        return capture(state, key, micro_batch, factor)
+        return capture(state, key, micro_batch, factor, is_first)
 
     graph = state.graphs[key]
     for static, given in zip(graph.inputs, inputs, strict=True):
@@ -633,7 +637,7 @@ def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tens
     return graph.nats, [RowGradients(index.clone(), grad.clone()) for index, grad in graph.table_gradients]
 
 
-def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, list[RowGradients]]:
+def capture(state, key, micro_batch: MicroBatch, factor, is_first) -> tuple[Tensor, list[RowGradients]]:
     """micro_step, and then a graph of it for the next calls."""
     # This micro-batch runs kernel by kernel, which also compiles the model if it is not yet.
     result = micro_step(state, micro_batch, factor)
@@ -642,7 +646,6 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
 
     # A capture records what is launched, and computes nothing. Where .grad is None, the graph writes
     # gradients into new tensors of its own; else it adds to those that are there.
-    is_first = key[0]
     if is_first:
         state.model.zero_grad(set_to_none=True)
     inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
@@ -666,8 +669,7 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
 # ===============================================================================
 # 4. MODEL -- one trunk; attention is passed in, so training and cached decoding share every line
 # Matrices of equal shape form a bank: NorMuon works on whole banks, and ranks own slices of them. Everything
-# except attention and the previous token's id is per token, which keeps the KV cache small. The module
-# is just a dictionary of parameters, and the trunk reads like the formulas.
+# except attention and the ids of the two tokens before is per token: the KV cache stays small.
 
 
 def norm(x: Tensor) -> Tensor:
@@ -797,7 +799,6 @@ class Inputs(NamedTuple):
     cos: Tensor  # (T, 1, K)
     sin: Tensor  # (T, 1, K)
     scalar: dict[str, Tensor]  # rows of the learned scalars, fp32 (L,)
-    attend: Callable  # see GPT.trunk
     shared: Tensor | None = None  # (T, D) input of attention from shared_input_from on (record 77)
 
 
@@ -956,7 +957,7 @@ class GPT(nn.Module):
         if weights is None:
             in_fp8 = training and len(tokens_T) % 16 == 0
             weights = self.layer_weights(self.fp8_products if in_fp8 else ())
-        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, attend, ngram_rows)
+        inputs = self.embed_inputs(tokens_T, previous_2T, positions_T, ngram_rows)
 
         x = inputs.x0
         for layer, w in enumerate(weights):
@@ -967,23 +968,24 @@ class GPT(nn.Module):
                 x = x + more
             if layer == c.shared_input_from:
                 inputs = inputs._replace(shared=norm(x))
+            arguments = (x, mixed, layer, w, inputs, attend)
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                x = torch.utils.checkpoint.checkpoint(self.block, x, mixed, layer, w, inputs, **options)
+                x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
             else:
-                x = self.block(x, mixed, layer, w, inputs)
+                x = self.block(*arguments)
         return norm(x)
 
-    def block(self, x: Tensor, mixed, layer: int, w: LayerWeights, inputs: Inputs) -> Tensor:
+    def block(self, x, mixed, layer: int, w: LayerWeights, inputs: Inputs, attend) -> Tensor:
         """One layer: attention and MLP, each added to the residual stream x (T, D).
 
-        mixed (T, D) or None is added to the values of attention.
+        mixed (T, D) or None is added to the values of attention; attend as for the trunk.
         """
         c = self.config
         scalar = inputs.scalar
         if layer not in c.no_attention_layers:
             attention_input = norm(x) if inputs.shared is None else inputs.shared
-            y = self.attend_layer(attention_input, mixed, layer, w, inputs)
+            y = self.attend_layer(attention_input, mixed, layer, w, inputs, attend)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -996,7 +998,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, normed_TD, mixed_TD, layer: int, w: LayerWeights, inputs: Inputs) -> Tensor:
+    def attend_layer(self, normed_TD, mixed_TD, layer, w: LayerWeights, inputs, attend) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -1007,7 +1009,7 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        y = inputs.attend(layer, q, k, v)
+        y = attend(layer, q, k, v)
         if layer in c.exclusive_layers:
             y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
         if layer in c.gated_layers:
@@ -1015,7 +1017,7 @@ class GPT(nn.Module):
             y = y * gate_TH[..., None]
         return y.reshape(len(normed_TD), c.width)
 
-    def embed_inputs(self, tokens_T, previous_2T, positions_T, attend, ngram_rows) -> Inputs:
+    def embed_inputs(self, tokens_T, previous_2T, positions_T, ngram_rows) -> Inputs:
         """Embeddings, the rotary table, scalars; arguments as of the trunk."""
         c = self.config
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
@@ -1040,7 +1042,7 @@ class GPT(nn.Module):
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=True))
-        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin, scalar, attend)
+        return Inputs(norm(x), ngram_TD, value_embeds, cos, sin, scalar)
 
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
@@ -1076,14 +1078,14 @@ class GPT(nn.Module):
         """Packed documents, each blind to the others.
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
-                 (G + 1,) borders of documents, padded with T; max_doc bound on a document's length,
+                 (G + 1,) borders of documents, repeats are padding; max_doc bound on their length,
                  a python int; token_weight_T fp32 (T,) factor on the loss of each target; ngram_rows
                  as for the trunk
         Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
                  detached, 0 where ignored; logits (T, V) if targets_T is None
         """
         c = self.config
-        first_T = (positions_T == 0)[:, None, None]
+        first_T11 = (positions_T == 0)[:, None, None]
         attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
         if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
@@ -1091,7 +1093,7 @@ class GPT(nn.Module):
 
         def attend(layer, q, k, v):
             if layer in c.key_offset_layers:
-                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
+                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T11)
             if layer in c.paired_layers:
                 q2, k2, v2 = (x.reshape(2 * len(x), -1, c.head_dim) for x in (q, k, v))
                 return paired(q2, k2, v2, 0).reshape(q.shape)
@@ -1222,8 +1224,9 @@ def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
 
     Each is (sequence int32 (n,), counted bool (n - 1,)): inputs sequence[:-1], targets sequence[1:].
     """
-    arrays = (batch.tokens, batch.targets, batch.positions, batch.ends)
-    tokens, targets, positions, ends = (array[row].numpy() for array in arrays)
+    tokens = batch.tokens[row].numpy()  # writes into the tensor
+    targets = batch.targets[row].numpy()
+    positions = batch.positions[row].numpy()
     start = 0
     num_docs = 0
     for sequence, counted in documents:
@@ -1231,7 +1234,7 @@ def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
         tokens[start:end] = sequence[:-1]
         targets[start:end] = np.where(counted, sequence[1:], -1)
         positions[start:end] = np.arange(end - start)
-        ends[num_docs] = end
+        batch.ends[row, num_docs] = end
         start = end
         num_docs += 1
         batch.total_targets += int(counted.sum())
@@ -1877,36 +1880,6 @@ def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
     return dataclasses.replace(batch, **own)
 
 
-# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
-PEAK_TFLOPS = {
-    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
-    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
-    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
-}  # fmt: skip
-
-
-def peak_flops(device: torch.device) -> float:
-    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for key, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
-            return tflops * 1e12
-    return math.inf
-
-
-def flops_per_token(config: Config, positions: Tensor) -> float:
-    """Training FLOPs: 6 for each weight of a matrix, 12 x heads x head width for each key seen."""
-    c = config
-    attention = 4 * c.width**2 * len(c.attention_layers)
-    mlp = (2 + c.swiglu) * c.mlp_width * c.width * c.num_layers
-    head = c.width * c.padded_vocab
-    windows = (c.window_short, c.window_long)
-    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
-    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
-    attended += keys_seen[0] * len(c.paired_layers)  # those of the other head
-    return 6 * (attention + mlp + head) + 12 * c.width * attended
-
-
 # ===============================================================================
 # 8. RUN -- what a run is made of, start, resume, what happens between steps, finish
 
@@ -1960,15 +1933,13 @@ class Pretraining:
             require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
             steps = first_step(config, index + 1) - first_step(config, index)
             needed += steps * stage.packs * config.pack_tokens
-        if needed > self.available:
-            raise UserError(
-                f"{config.data} holds {self.available:,} training tokens, the run asks for {needed:,}; "
-                f"ask for fewer with --tokens, add text, or allow repeats with --max-epochs"
-            )
+        found = f"{config.data} holds {self.available:,} training tokens in {config.max_epochs} epoch(s)"
+        fewer = "--tokens" if config.num_steps > 1 else "--min-packs or --stages"
+        way = f"ask for fewer with {fewer}, add text, or allow repeats with --max-epochs"
+        require(needed <= self.available, f"{found}, the run asks for {needed:,}; {way}")
         passes = needed * config.max_epochs / self.available
         if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
-            found = f"the text is read {passes:.1f} times"
-            print(f"warning: {found}, and bigrams learn it by heart; use fewer with --bigram-rows")
+            print(f"warning: text read {passes:.1f} times is learnt by heart; lower --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
         """Model and optimizer with the weights of config.seed, compiled before the clock starts."""
@@ -2051,7 +2022,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"run: {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
-def describe_start(run: Run) -> None:
+def write_description(run: Run) -> None:
     """Writes config.json, over that of an earlier start, the scripts that run and the tokenizer."""
     job = run.job
     if not run.ranks.is_main:
@@ -2089,7 +2060,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume, in another --run-dir")
+    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2105,7 +2076,7 @@ def resume(run: Run) -> None:
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
-        describe_start(run)
+        write_description(run)
 
 
 def prepare_loop(run: Run) -> None:
@@ -2218,8 +2189,9 @@ def finish(run: Run) -> dict:
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
-    if run.ranks.is_main:
-        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1).encode())
+    path = run.run_dir / "result.json"
+    if run.ranks.is_main and (is_new or not path.exists()):
+        write_atomically(path, json.dumps(result, indent=1).encode())
     # The report is made while the checkpoint is written.
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save, run) if is_new and run.job.config.save_every >= 0 else None
@@ -2251,10 +2223,10 @@ class Stopper:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.caught_at = 0.0
-        hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
-        if signal.getsignal(hang_up) == signal.SIG_IGN:  # by nohup
-            hang_up = signal.SIGTERM
-        for number in (signal.SIGTERM, signal.SIGINT, hang_up):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)  # Windows has none, and nohup ignores it
+        for number in numbers:
             signal.signal(number, self.catch)
 
     def catch(self, number, frame) -> None:
@@ -2299,6 +2271,10 @@ def compiler_choices():
     return Choices()
 
 
+# fp16 has no room for small gradients. No update depends on their size, so none scales back.
+LOSS_SCALE = 2.0**12
+
+
 def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
     """Model, optimizer and compiled forward, with the weights of config.seed."""
     dtype = choose_dtype(config, ranks.device)
@@ -2326,10 +2302,6 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     describe_state(state, say)
     reset_state(state)
     return state
-
-
-# fp16 has no room for small gradients. No update depends on their size, so none scales back.
-LOSS_SCALE = 2.0**12
 
 
 def describe_state(state: TrainState, say: Callable) -> None:
@@ -2367,7 +2339,9 @@ def warm_up(state: TrainState, say: Callable) -> None:
         packs = largest_divisor(own, state.micro_packs)
         # Where a step has several micro-batches, the second has a graph of its own.
         count = packs if state.graphs is None else min(2 * packs, own)
-        train_step(dataclasses.replace(state, micro_packs=packs), dummy_batch(state.config, state.ranks, count))
+        # A copy with this stage's micro-batch; it shares the model, the optimizer and the graphs.
+        trial = dataclasses.replace(state, micro_packs=packs)
+        train_step(trial, dummy_batch(state.config, state.ranks, count))
 
     # If memory is too small for validation, this should show now.
     batch = dummy_batch(state.config, state.ranks, state.micro_packs)
@@ -2465,6 +2439,36 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
+    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
+            return tflops * 1e12
+    return math.inf
+
+
+def flops_per_token(config: Config, positions: Tensor) -> float:
+    """Training FLOPs: 6 for each weight of a matrix, 12 x heads x head width for each key seen."""
+    c = config
+    attention = 4 * c.width**2 * len(c.attention_layers)
+    mlp = (2 + c.swiglu) * c.mlp_width * c.width * c.num_layers
+    head = c.width * c.padded_vocab
+    windows = (c.window_short, c.window_long)
+    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
+    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
+    attended += keys_seen[0] * len(c.paired_layers)  # those of the other head
+    return 6 * (attention + mlp + head) + 12 * c.width * attended
+
+
 def describe_machine(ranks: Ranks) -> dict:
     """Versions, hardware and commit: what it takes to compare two runs."""
     folder = Path(__file__).resolve().parent
@@ -2555,6 +2559,8 @@ class Dataset:
         path = root / "dataset.json"
         if not path.is_file():
             source = f"pypi:{root.name}" if root.name in ("p34", "p100", "p400") else "climbmix"
+            if root.name == "stdlib":  # of runs/tiny.args and runs/cpu.args
+                source = "stdlib --vocab-size 4096"
             way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
             others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
             if others:
@@ -2915,8 +2921,11 @@ def check_layers(c: Config) -> None:
     without = set(c.no_attention_layers)
     with_attention = {*c.value_embed_layers, *c.paired_layers, *c.exclusive_layers, *c.gated_layers}
     never_paired = {*c.long_layers, *c.key_offset_layers}
-    for layer in (*without, *with_attention, *never_paired):
-        require(layer < c.num_layers, f"layer {layer} is named, but they are 0 to {c.num_layers - 1}")
+    last = c.num_layers - 1
+    for name, layers in vars(c).items():
+        if name.endswith("_layers") and isinstance(layers, tuple):
+            fits = max(layers, default=0) <= last
+            require(fits, f"{name}={layers} goes beyond the last layer, {last}; pass others")
     require(not without & with_attention, "a layer of value_embed, paired, exclusive or gated_layers has no attention")
     require(not never_paired & {*c.paired_layers}, "a layer of paired_layers is long or has a key offset")
     if c.paired_layers:
@@ -3048,8 +3057,8 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
 
 # What --resume may change: where a run ends, what it reports, and how it is executed.
 FREE_ON_RESUME = (
-    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
-    "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
+    "tokens", "max_epochs", "log_every", "eval_every", "save_every", "keep_checkpoints", "data",
+    "wandb", "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
 )  # fmt: skip
 
 
@@ -3076,6 +3085,8 @@ def make_config(args: argparse.Namespace) -> Config:
         return change_config(None, args)
     if args.run_dir is None:  # the script that a run directory keeps
         args.run_dir = str(Path(__file__).parent)
+        found = (Path(args.run_dir) / "config.json").is_file()
+        require(found, "--resume needs --run-dir with the run to continue")
     command = read_description(Path(args.run_dir))["command"]
     if command != "pretrain":
         tool = f"runs/encoder/{command}.py" if command.endswith("encoder") else f"runs/{command}.py"
@@ -3094,24 +3105,26 @@ def run_command(command: Callable[[], dict]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except torch.OutOfMemoryError:
-        way = "pass --micro-batch-tokens with half of the micro-batch printed above"
+        way = "pass --micro-batch-tokens with half of that printed above, but at least --pack-tokens"
         print(f"error: the device ran out of memory; {way}, or see runs/TROUBLESHOOTING.md", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped at once; continue from the last checkpoint with --resume", file=sys.stderr)
+        way = "continue with --resume, or start again if nothing is saved yet"
+        print(f"stopped at once; {way}", file=sys.stderr)
         return 130
     except Exception as error:
         # A full disk, a folder that cannot be written, a neighbour's connection that was lost.
         if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left|t allocate memory", str(error)):
             way = "fix that, then continue with --resume, or start again if nothing is saved yet"
-            print(f"error: {str(error).splitlines()[0]}; {way}", file=sys.stderr, flush=True)
+            found = str(error).partition("\n")[0] or type(error).__name__
+            print(f"error: {found}; {way}", file=sys.stderr, flush=True)
             return 1
         print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.unfreeze()
+        gc.unfreeze()  # a test or a tool may go on in this process
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     return 0
@@ -3938,7 +3951,7 @@ def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
-    """cu_seqlens int32 (G + 1,), padded with T -> int32 (2, T): first key seen, last row seeing."""
+    """cu_seqlens int32 (G + 1,), some repeated -> int32 (2, T): first key seen, last row seeing."""
     t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
     doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
     first = torch.maximum(cu_seqlens[doc - 1], t - window)
@@ -3980,7 +3993,7 @@ def attention_forward_kernel(
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
         K = load_rows(k + h * D, n, sk, T, D)
-        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634  # log2(e), for exp2
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])

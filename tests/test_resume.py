@@ -413,7 +413,7 @@ def test_ctrl_c_is_one_line(dataset_dir, tmp_path, monkeypatch, where):
 
     monkeypatch.setattr(ts, where, interrupt)
     code, _, err = main(*flags(dataset_dir, tmp_path / "run", steps=2))
-    assert (code, err) == (130, "stopped at once; continue from the last checkpoint with --resume\n")
+    assert (code, err) == (130, "stopped at once; continue with --resume, or start again if nothing is saved yet\n")
 
 
 def test_our_own_bugs_keep_their_traceback(dataset_dir, tmp_path, monkeypatch, capsys):

@@ -374,7 +374,7 @@ def test_values_of_flags():
     (["--width", "100"], ["width=100", "head_dim=128"]),
     (["--width", "30", "--head-dim", "30"], ["head_dim=30 is not a multiple of 4"]),
     (["--vocab-size", "70000"], ["vocab_size=70000 is not in its range (1, 65536)"]),
-    (["--long-layers", "11"], ["layer 11 is named, but they are 0 to 10"]),
+    (["--long-layers", "11"], ["long_layers=(11,) goes beyond the last layer, 10"]),
     (["--no-attention-layers", "1"], ["a layer of value_embed, paired, exclusive or gated_layers has no attention"]),
     (["--shared-input-from", "4"], ["shared_input_from is a layer"]),
     (["--dtype", "int8"], ["--dtype int8 is not one of auto, bfloat16, float16, float32"]),
@@ -385,7 +385,7 @@ def test_values_of_flags():
     (["--bigram-rows", "1"], ["two rows"]),
     (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
     (["--resume", "--run-dir", "out/none"], ["out/none is not a run directory"]),
-    (["--resume"], ["is not a run directory"]),
+    (["--resume"], ["--resume needs --run-dir"]),
 ], ids=lambda value: " ".join(value) if value[0][:1] in "-@" else "")  # fmt: skip
 def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
@@ -533,6 +533,6 @@ def test_repeated_text_and_a_large_table(dataset, dataset_dir, capsys):
         ts.Pretraining(tiny_config(**values)).check(ALONE)
         return capsys.readouterr().out
 
-    assert "the text is read 2.0 times" in warning() and "fewer with --bigram-rows" in warning()
+    assert "text read 2.0 times" in warning() and "lower --bigram-rows" in warning()
     for change in ({"bigram_rows": 163840}, {"bigram_rows": 0}, {"tokens": int(1.4 * there)}):
         assert not warning(**change)

@@ -114,9 +114,10 @@ class PrefixCache:
     def choose_shared(self, plans: list[SlotPlan]) -> list[SlotPlan]:
         """Lets new sequences start from shared slots: sets source and num_cached of their plans.
 
-        A prefix gets a shared slot, the least recently used one, when a second sequence has it.
+        A prefix gets a shared slot, the least recently used one, when a second sequence has it. So this also
+        changes which ids the shared slots hold (self.tokens) and their order of use (self.shared).
 
-        Returns: plans of shared slots whose prefix must be computed first
+        Returns: plans of shared slots whose prefix must be computed before the plans may start from it
         """
         if not self.shared:
             return []

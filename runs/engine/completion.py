@@ -53,6 +53,8 @@ class Completion:
 
     def fit(self, max_len: int) -> None:
         """Lowers max_tokens to what fits into sequences of max_len tokens. Raises: RunError if none does"""
+        if self.max_tokens < 1:
+            raise RunError(f"max_tokens is {self.max_tokens}; ask for at least 1")
         capacity = max_len + 1 - len(self.prompt)  # the cache need not hold the last new token
         if capacity < 1:
             raise RunError(f"a prompt of {len(self.prompt)} tokens exceeds the context of {max_len}; shorten it")

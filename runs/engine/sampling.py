@@ -82,7 +82,7 @@ class InputBatch:
             ids = c.all_tokens()
             prev2, prev1, token = [0, 0, *ids][-3:]
             integers.append((token, prev1, prev2, len(ids) - 1, c.top_k, c.seed % 2**32))
-            # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
+            # 0 keeps the most likely token. With 1 the rounding of a sum could cut something: 2 cuts nothing.
             top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
             penalties = (c.presence_penalty, c.frequency_penalty, c.repetition_penalty)
             numbers.append((max(c.temperature, 0), top_p, c.min_p, *penalties))

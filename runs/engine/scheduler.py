@@ -281,13 +281,17 @@ class Decoder:
         self.force_tool_outputs(current)
 
         following = self.schedule(current) if self.overlap else {}
-        logits = self.execute_model() if following else None
-        masks = self.mode.masks  # they say which ids may follow those of this step, so sampling waits for these
-        if following and not masks:
+        if not following:
+            return self.update(current)
+        logits = self.execute_model()
+        if not self.mode.masks:
             self.pending = self.sample(following, logits)
+            return self.update(current)
+
+        # Masks say which ids may follow those of this step, so these are read before the next are sampled.
         outputs = self.update(current)
         following = {slot: completion for slot, completion in following.items() if not completion.reason}
-        if following and masks:
+        if following:
             self.pending = self.sample(following, logits)
         return outputs
 
