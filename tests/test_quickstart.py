@@ -381,7 +381,6 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/(speedrun_\w+|scaling)\.sh": "they make .venv; .ci/run has the small one at toy size",
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
     r"export\.py out/finetuned": "test_export_gguf.py finetunes an export",
-    r"dev/check_gguf\.py": "needs llama.cpp; test_export_gguf.py has the same comparisons",
     r"finetune_hf\.py|out/(qwen|backwards)": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core_tasks\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
