@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataset import (
-    FULL_DISK,
     check_dataset,
     check_file,
     check_format,
@@ -66,26 +65,8 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # of huggingface_hub, of its HTTP client or of the disk
-        fail(f"{what}: {explain(problem)}")
-
-
-def explain(problem: Exception) -> str:
-    """What went wrong and what to do, for an error of huggingface_hub."""
-    from huggingface_hub import constants, errors
-
-    if constants.is_offline_mode():
-        return "it is not in the cache and HF_HUB_OFFLINE is set; unset it"
-    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-    # LocalEntryNotFoundError: not in the cache, and the server did not answer.
-    is_local = isinstance(problem, errors.LocalEntryNotFoundError)
-    if isinstance(problem, (*missing, errors.EntryNotFoundError)) and not is_local:
-        return f"not found ({problem}); check the names, and HF_TOKEN if it is private"
-    if isinstance(problem, errors.HfHubHTTPError):
-        return f"the server refused ({problem}); check HF_TOKEN and its permissions, or try later"
-    if isinstance(problem, OSError) and problem.errno in FULL_DISK:
-        return f"the disk is full ({problem}); free some space and run again"
-    kind = type(problem).__name__
-    return f"no answer from the server ({kind}: {problem}); check the network and HF_ENDPOINT"
+        advice = "check the names, the network, HF_ENDPOINT, HF_TOKEN and the disk space, then run it again"
+        fail(f"{what}: {type(problem).__name__}: {problem}; {advice}")
 
 
 def reach_server() -> None:
@@ -200,8 +181,8 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     """The files that a run.json lists, config.json first; ends the script unless they make up a run and lie in it."""
     check_format(value, path, RUN_FORMAT, "upload the run again")
     files = value.get("files")
-    if not isinstance(files, dict):
-        fail(f"{path} lists no files; upload the run again")
+    if not isinstance(files, dict) or not all(isinstance(e, dict) and "sha256" in e for e in files.values()):
+        fail(f"{path} does not list files and their sha256; upload the run again")
     names = sorted(files, key=lambda name: (name != "config.json", name))
     for name in names:
         if not RUN_FILE.fullmatch(name):
@@ -213,9 +194,6 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     if len(scripts) != 1 or len(folders) != 1 or not set(needed).issubset(names):
         found = f"must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists {', '.join(names)}"
         fail(f"{path} {found}; only complete runs of such a script can be shared")
-    for name in names:
-        if not isinstance(files[name], dict) or "sha256" not in files[name]:
-            fail(f"{path} has no sha256 for {name}; upload the run again")
     return {name: files[name] for name in names}
 
 

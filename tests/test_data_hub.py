@@ -73,7 +73,7 @@ def test_a_corrupted_file_is_named_and_fetched_again_by_the_same_command(hub, da
 
 
 def test_download_errors(hub, dataset_dir, tmp_path):
-    assert "not found" in run_hub(hub, "download", "me/none", "--out", tmp_path / "a", code=1)
+    assert "Repository Not Found" in run_hub(hub, "download", "me/none", "--out", tmp_path / "a", code=1)
     assert "OWNER/NAME" in run_hub(hub, "download", "me", "--out", tmp_path / "a", code=1)
     hub.repos["me/empty"] = {"README.md": b""}
     assert "dataset.json" in run_hub(hub, "download", "me/empty", "--out", tmp_path / "a", code=1)
@@ -107,13 +107,13 @@ def test_a_missing_network(hub, dataset_dir, tmp_path, url, command):
     env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(hub.home), "no_proxy": "*"}
     result = python(DATA / name, *args, env=env, timeout=20)
     assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: "), result.stderr
-    assert "check the network and HF_ENDPOINT" in result.stderr and "Traceback" not in result.stderr
+    assert "check the names, the network, HF_ENDPOINT" in result.stderr and "Traceback" not in result.stderr
     assert not out.exists() or [path.name for path in out.iterdir()] == [".lock"]
 
 
 def test_offline(hub, tmp_path):
     output = run_hub(hub, "download", "me/x", "--out", tmp_path / "out", code=1, HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE is set" in output
+    assert "HF_HUB_OFFLINE" in output
 
 
 def test_upload(hub, dataset_dir):

@@ -107,7 +107,7 @@ def test_what_is_no_run_is_not_sent(hub, run_dir, tmp_path):
 def test_other_folders_stay_as_they_are(hub, run_dir, tmp_path):
     """Another run, the same one trained further, and a folder of something else."""
     run_hub(hub, "upload-run", run_dir, "me/run")
-    assert "not found" in run_hub(hub, "download-run", "me/none", "--out", tmp_path / "out", code=1)
+    assert "Repository Not Found" in run_hub(hub, "download-run", "me/none", "--out", tmp_path / "out", code=1)
     config = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps({**config, "starts": "one more"}))
     other = tmp_path / "other"
@@ -136,13 +136,13 @@ BAD_NAMES = ("../escaped", "/tmp/escaped", f"{STEP}/../../escaped", "escaped.py"
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m: [], "has format 'list'"),
     (lambda m: {**m, "format": "x"}, "has format 'x'"),
-    (lambda m: {"format": m["format"]}, "lists no files"),
-    (lambda m: changed(m, **{"log.jsonl": 3}), "has no sha256 for log.jsonl"),
-    (lambda m: changed(m, **{"train_other.py": {}}), "must list one script"),
-    (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {}}), "one checkpoint"),
+    (lambda m: {"format": m["format"]}, "does not list files"),
+    (lambda m: changed(m, **{"log.jsonl": 3}), "does not list files and their sha256"),
+    (lambda m: changed(m, **{"train_other.py": {"sha256": ""}}), "must list one script"),
+    (lambda m: changed(m, **{"checkpoints/step_000009/state.json": {"sha256": ""}}), "one checkpoint"),
     (lambda m: without(m, "config.json"), "must list one script"),
     (lambda m: without(m, f"{STEP}/model.safetensors"), "must list one script"),
-    *((lambda m, name=name: changed(m, **{name: {}}), "not a file of a run") for name in BAD_NAMES),
+    *((lambda m, name=name: changed(m, **{name: {"sha256": ""}}), "not a file of a run") for name in BAD_NAMES),
 ])  # fmt: skip
 def test_bad_manifests(change, message):
     files = {name: {"bytes": 1, "sha256": "ab" * 32} for name in FILES}
