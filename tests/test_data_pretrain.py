@@ -144,7 +144,6 @@ def test_every_writer_heeds_the_lock(corpus, tmp_path):
         ("pretrain.py", "--source", "pypi:p34", "--out", out),
         ("sft.py", "--data", out, "--source", "addition:50"),
         ("core_tasks.py", "--data", out, "--bundle", "none"),
-        ("hub.py", "download", "me/x", "--out", out),
     )
     env = {**os.environ, "DECODERSTACK_WHEELS": str(tmp_path / "wheels")}
     with dataset.lock_folder(out):

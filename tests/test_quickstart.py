@@ -376,7 +376,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"dev/(bench|profile_step)\.py": "test_dev.py runs them",
     r"^torchrun |dev/many_gpus\.sh": "eight GPUs; test_runs.py starts two processes on the CPU",
     r"@runs/b34\.args": "needs a GPU; the same with tiny.args in the tutorials",
-    r"data/hub\.py (download|upload)": "network; test_data_hub.py has a server of its own",
+    r"^hf (download|upload)": "network; test_data_hub.py has a server of its own",
     r"runs/(chat_eval|rl|serve|page)\.py": "test_chat_eval.py, test_rl.py and test_serve.py have runs of their own",
     r"runs/(speedrun_\w+|scaling)\.sh": "they make .venv; .ci/run has the small one at toy size",
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
