@@ -119,8 +119,8 @@ def rendered(running, messages) -> list[int]:
 
 def render(running, messages) -> list[int]:
     """Ids of a conversation, by the server."""
-    body = json.dumps({"messages": messages}).encode()
-    return running.server.protocol.tokenize(body)["tokens"]
+    fields = protocol.read_fields(protocol.ChatFields, json.dumps({"messages": messages}).encode())
+    return running.server.protocol.render(fields.messages)
 
 
 def until(condition, seconds=60):
@@ -480,22 +480,6 @@ def test_penalties_biases_and_min_p(chat_server, shape):
         assert answer(temperature=1.7, extra_body={"min_p": 1}) == plain
 
 
-def test_tokenize_and_detokenize(chat_server):
-    post = lambda path, body: httpx2.post(f"{chat_server.url}/{path}", json=body).json()  # noqa: E731
-    encode, bos = chat_server.server.tokenizer.encode, chat_server.server.tokenizer.bos_id
-    text = "the rest é <|bos|>"
-    found = post("tokenize", {"prompt": text})
-    assert found == {"tokens": [bos, *encode(text)], "count": 1 + len(encode(text)), "max_model_len": 512}
-    assert post("tokenize", {"prompt": text, "add_special_tokens": False})["tokens"] == encode(text)
-    assert post("tokenize", {"messages": HELLO})["tokens"] == rendered(chat_server, HELLO)
-    assert post("detokenize", {"tokens": encode(text)}) == {"prompt": text} and post("detokenize", {"tokens": []})
-    for path, body, message in (("tokenize", {"prompt": 5}, "prompt: Input should be a valid string, found 5"),
-                                ("detokenize", {"tokens": "a"}, 'tokens: Input should be a valid list, found "a"'),
-                                ("detokenize", {"tokens": [1.5]}, "tokens.0: Input should be a valid integer"),
-                                ("detokenize", {"tokens": [10**9]}, "outside 0")):  # fmt: skip
-        assert message in post(path, body)["error"]["message"]
-
-
 def test_metrics(chat_server):
     def value(name):
         text = httpx2.get(f"{chat_server.url}/metrics").text
@@ -527,7 +511,7 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
             running.chat(model="chat", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
         assert client.chat.completions.create(model="chat", messages=HELLO, max_tokens=1).choices
-        for path, status in (("/", 404), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
+        for path, status in (("/", 404), ("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert httpx2.get(running.url + path).status_code == status
         for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
             assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
@@ -698,16 +682,6 @@ def test_other_origins_are_refused(chat_server, runs):
     headers = {"host": "chat.example", "origin": "https://chat.example", "authorization": "Bearer clé"}
     sent = {name: value.encode().decode("latin-1") for name, value in headers.items()}  # as Starlette reads the bytes
     assert serve.Server.check(server, sent, "/v1/models") is None, "behind TLS, with a key beyond ASCII"
-
-
-def test_unknown_fields_are_bounded(monkeypatch, capsys):
-    """The operator hears of each once, and of a few only, whatever a client sends."""
-    monkeypatch.setattr(protocol, "noted", set())
-    for _ in range(2):
-        body = {"messages": HELLO, **{f"{i:05}": 1 for i in range(20_000)}}
-        protocol.read_fields(protocol.ChatFields, json.dumps(body).encode())
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == protocol.MAX_UNKNOWN and lines[0] == 'note: an unknown field of requests is ignored: "00000"'
 
 
 @pytest.mark.parametrize("value", ["x", 1.5, 2, {"a": 1}])
