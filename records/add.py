@@ -63,7 +63,7 @@ def read_run(run_dir: Path, script: str) -> dict:
     if not description["dataset_fingerprint"]:
         raise UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
     log = metrics.read_log(run_dir / "log.jsonl")
-    problems = rules.check_log(log, description["config"], description["machine"])
+    problems = rules.check_log(log, description["config"])
     files.raise_first([f"{run_dir}/log.jsonl: {problem}" for problem in problems])
     file = run_file(description, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])

@@ -33,7 +33,7 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     run = entry.read_description(run_dir)
     machine = run["machine"]
     config = run["config"]
-    if problems := rules.check_log(log, config, machine):
+    if problems := rules.check_log(log, config):
         raise UserError(f"{run_dir} is not a finished run ({problems[0]})")
     data = run["dataset_fingerprint"] or config["data"]
     shared = rules.recipe_of(config), run["dataset_fingerprint"], rules.comparable(machine)

@@ -407,8 +407,6 @@ REFUSALS = [
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
     ("a_0 a_1", log(r'{"step": 6, [^\n]*"loss"[^\n]*\n'), "step 9: tokens_per_second is "),
     ("a_0 a_1", lambda run_dir: os.remove(run_dir / "config.json"), "has no config.json"),
-    # A copy with another seed in its config.json.
-    ("a_0 a_0", config(lambda c: c["config"].update(seed=1)), "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz"),
     ("a_0 a_1", config(overridden), "--adam-lr 0.001, run_0.json states @tiny.args"),
     ("a_0", config(overridden), "--adam-lr 0.001 overrides the recipe, which voids record status"),
     ("a_0", config(lambda c: c["flags"].append("--no-fp8")), "--no-fp8 in --log-every 3"),
@@ -544,15 +542,11 @@ def halved(log) -> list[dict]:
     return out
 
 
-@pytest.mark.parametrize("folder", ["2026-11-22_fp8-layers", "2026-11-23_first-p34-medium"])
-def test_seconds_mfu_and_speed_agree(folder):
-    """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
-    record = entry.read_record(files.BASELINES / folder)
-    log = entry.read_logs(files.BASELINES / folder, record)[0]
-    (problem,) = rules.check_log(halved(log), record["config"], record["hardware"])
-    assert "FLOPs a token, and a Config of this size needs about" in problem
+def test_speeds_are_those_of_the_clock():
+    record = entry.read_record(files.BASELINES / "2026-11-23_first-p34-medium")
+    log = entry.read_logs(files.BASELINES / "2026-11-23_first-p34-medium", record)[0]
     log[5]["step_ms"] *= 2
-    assert [words[:8] for words in rules.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
+    assert [words[:8] for words in rules.check_log(log, record["config"])] == ["step 50:"]
 
 
 def test_what_is_scored_is_that_of_the_track(folders):
