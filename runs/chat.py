@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable

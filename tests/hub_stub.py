@@ -109,11 +109,12 @@ def put(hub: SimpleNamespace, path: str, body: bytes) -> Response:
 
 @contextlib.contextmanager
 def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
-    """A running server: .url, .repos."""
-    hub = SimpleNamespace(repos=repos, blobs={})
+    """A running server: .url, .repos, .requests [(method, path)]."""
+    hub = SimpleNamespace(repos=repos, requests=[], blobs={})
 
     async def answer(request: Request) -> Response:
         path = request.url.path
+        hub.requests.append((request.method, path))
         if request.method in ("GET", "HEAD"):
             return read(hub, request)
         return (post if request.method == "POST" else put)(hub, path, await request.body())

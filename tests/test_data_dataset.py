@@ -244,7 +244,6 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], bos_id=255), "states another vocabulary (BOS 255,"),
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], tokenizer_sha256=AA), "made with another tokenizer"),
     (lambda root: rewrite(root, [2] * 5, "sft/train_000000.mask.bin"), "is not a mask of the shard"),
-    (lambda root: change_tokenizer(root, pattern=r"\w+"), "its pattern loses text"),
     (lambda root: change_tokenizer(root, special_tokens={"<|bos|>": 257, "<|end|>": 256}), "a different bos_id"),
 ])  # fmt: skip
 def test_check_names_each_problem(tmp_path, change, words):
