@@ -41,9 +41,8 @@ from typing import Any
 import numpy as np
 import tokenizer
 import yaml
-import zstandard
 from dataset import fail, file_entry, lock_folder, new_folder, read_dataset, run, write_atomic
-from sources import check_flags, clean
+from sources import check_flags, clean, open_lines
 from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -91,26 +90,16 @@ def open_bundle(path: Path, unpacked: Path) -> Path:
         if path.is_dir():
             unpacked = path
         elif path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                archive.extractall(unpacked)
+            shutil.unpack_archive(path, unpacked)
         else:
-            unpack_tar(path, unpacked)
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
+            with open_lines(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+                archive.extractall(unpacked, filter="data")
+    except (OSError, EOFError, shutil.ReadError, zipfile.BadZipFile, zlib.error, tarfile.TarError) as problem:
         fail(f"the bundle {path} cannot be read ({problem}); check the path or download it again")
     found = sorted(unpacked.rglob("core.yaml"), key=lambda file: len(file.parts))
     if not found:
         fail(f"{path} has no core.yaml, so it is not a CORE bundle; check the path")
     return found[0].parent
-
-
-def unpack_tar(path: Path, folder: Path) -> None:
-    """Unpacks a tar archive of any compression into a folder, outside which nothing is written."""
-    with open(path, "rb") as file:
-        if path.suffix == ".zst":
-            decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
-            file = decompressor.stream_reader(file, read_across_frames=True)
-        with tarfile.open(fileobj=file, mode="r|*") as archive:
-            archive.extractall(folder, filter="data")
 
 
 def download(path: Path) -> None:
