@@ -327,7 +327,7 @@ def known_flags(script: str) -> set[str]:
 
 
 PASSED_ON = ("runs/quickstart.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
-PASSED_ON += ("dev/bench.py", "dev/profile_step.py")
+PASSED_ON += ("dev/bench.py",)
 
 
 @pytest.mark.parametrize("name", ["README.md", "runs/README.md", "data/README.md", "records/README.md", *TUTORIALS])
@@ -373,7 +373,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/test\.sh|python -m pytest": "this is it",
     r"runs/quickstart\.sh": "minutes; above with a fake python, and its commands are those of tutorial 1",
     r"train_plain\.py": "test_train_plain.py runs it",
-    r"dev/(bench|profile_step)\.py": "test_dev.py runs them",
+    r"dev/bench\.py": "test_dev.py runs it",
     r"^torchrun |dev/many_gpus\.sh": "eight GPUs; test_runs.py starts two processes on the CPU",
     r"@runs/b34\.args": "needs a GPU; the same with tiny.args in the tutorials",
     r"^hf (download|upload)": "network; test_data_hub.py has a server of its own",
