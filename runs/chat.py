@@ -7,8 +7,8 @@
 
 /help lists the commands; Ctrl-C ends an answer or empties the line. With a run directory, the KV cache is kept between
 turns, so a turn computes only its own tokens. When the context is full, the oldest turns are dropped and a note says
-so. A model that was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or
-a pipe did not get a complete answer.
+so. A model that was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt
+or a pipe did not get a complete answer.
 """
 
 import argparse
