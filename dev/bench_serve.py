@@ -3,7 +3,6 @@
     python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
     python dev/bench_serve.py --soak 10000               10,000 requests of 64 clients, a third disconnects
-    python dev/bench_serve.py --smoke                    a few requests, on any machine
 
 The server itself is measured with a model that takes little time, such as one of runs/tiny.args.
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
@@ -43,27 +42,22 @@ class Outcome:
     error: str = ""
 
 
-def ask(port: int, chat: bool, rng: random.Random, tokens: int, abort_after: int = 0) -> Outcome:
+def ask(port: int, rng: random.Random, tokens: int, abort_after: int = 0) -> Outcome:
     """One request; the client disconnects after so many events, if that is not 0."""
     question = " ".join(rng.choices(WORDS, k=rng.randint(5, 40)))
     body = {
+        "prompt": question,
         "max_tokens": tokens,
         "temperature": 0.8,
         "seed": rng.randrange(2**31),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    path = "/v1/completions"
-    body["prompt"] = question
-    if chat:
-        path = "/v1/chat/completions"
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-
     outcome = Outcome()
     began = time.perf_counter()
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     try:
-        connection.request("POST", path, json.dumps(body), HEADERS)
+        connection.request("POST", "/v1/completions", json.dumps(body), HEADERS)
         response = connection.getresponse()
         if response.status != 200:
             outcome.error = f"{response.status} {response.reason}"
@@ -76,7 +70,7 @@ def ask(port: int, chat: bool, rng: random.Random, tokens: int, abort_after: int
             if "error" in event:
                 outcome.error = event["error"]["message"]
                 return outcome
-            if not outcome.first and any(has_text(choice) for choice in event["choices"]):
+            if not outcome.first and any(choice["text"] for choice in event["choices"]):
                 outcome.first = time.perf_counter() - began
             if event.get("usage"):
                 outcome.tokens = event["usage"]["completion_tokens"]
@@ -91,25 +85,21 @@ def ask(port: int, chat: bool, rng: random.Random, tokens: int, abort_after: int
     return outcome
 
 
-def has_text(choice: dict) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
-
-
 # ---- load
 
 
-def run_clients(port: int, chat: bool, tokens: int, clients: int, abort_fraction: float, seeds: list) -> list[Outcome]:
+def run_clients(port: int, tokens: int, clients: int, abort_fraction: float, seeds: list) -> list[Outcome]:
     """The requests of each seed, by so many threads: until all tokens came, or one that may be aborted."""
 
     def work(seed: int) -> list[Outcome]:
         rng = random.Random(seed)
         if abort_fraction:
             aborts = rng.random() < abort_fraction
-            return [ask(port, chat, rng, tokens, rng.randint(1, 1 + tokens // 8) if aborts else 0)]
-        outcomes = [ask(port, chat, rng, tokens)]
+            return [ask(port, rng, tokens, rng.randint(1, 1 + tokens // 8) if aborts else 0)]
+        outcomes = [ask(port, rng, tokens)]
         rest = tokens - outcomes[0].tokens
         while rest > 0 and outcomes[-1].tokens and not outcomes[-1].error:
-            outcomes.append(ask(port, chat, rng, rest))
+            outcomes.append(ask(port, rng, rest))
             rest -= outcomes[-1].tokens
         return outcomes
 
@@ -127,7 +117,7 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict
         parts = []
         for i in range(processes):
             threads = clients // processes + (i < clients % processes)
-            settings = (args.port, args.chat, args.tokens, threads, abort_fraction)
+            settings = (args.port, args.tokens, threads, abort_fraction)
             parts.append(pool.submit(run_clients, *settings, seeds[i::processes]))
         outcomes = [outcome for part in parts for outcome in part.result()]
     seconds = time.perf_counter() - began
@@ -195,15 +185,10 @@ def main() -> int:
     add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
     add("--soak", type=int, default=0, metavar="N", help="a soak test of N requests, instead of the table")
     add("--processes", type=int, default=4, help="number of processes to spread the clients over [%(default)s]")
-    add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
     args = parser.parse_args()
-    if args.smoke:
-        args.clients = [1, 2]
-        args.requests = 1
-        args.tokens = 8
     try:
-        args.chat = json.loads(get(args.port, "/v1/models"))["data"][0]["chat"]
-    except (OSError, ValueError, LookupError) as error:
+        get(args.port, "/health")
+    except OSError as error:
         print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
         return 1
     print("".join(f"{name:>14}" for name in COLUMNS), flush=True)
