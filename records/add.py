@@ -86,7 +86,7 @@ def run_file(description: dict, log: list[dict]) -> dict:
         "config": {key: value for key, value in config.items() if key not in flags.RUN_FIELDS},
         "machine": description["machine"],
         "starts": starts,
-        "scored": entry.scored_by(log),
+        "scored": metrics.split_log(log)[1][-1].get("scored"),  # older scripts do not state it
     }
 
 

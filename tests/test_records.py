@@ -219,7 +219,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     """Records and run directories give the same rows; the reference is found by a pattern."""
     bpb = {name: [log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ab"}
     picture = tmp_path / "curves.png"
-    said = run(compare, "--baseline", "*base", "--target", 2.95, "--plot", picture)
+    said = run(compare, *folders, "--baseline", "*base", "--target", 2.95, "--plot", picture)
     runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--baseline", "a")
     for name, title, table in (("a", "2026-11-22_base", said), ("b", "2026-11-22_a-low-rate", said), ("a", "a", runs)):
         (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
@@ -231,7 +231,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     assert f"| {text.p_text(p_below(bpb['a'], 2.95)).removeprefix('= ')} " in said
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 1000 and image.std() > 0.02
-    assert "matches 2 rows" in refused(compare, "--baseline", "2026*")
+    assert "matches 2 rows" in refused(compare, *folders, "--baseline", "2026*")
     assert "log.jsonl cannot be read" in refused(compare, "out/none")
 
 
