@@ -102,33 +102,10 @@ def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
     assert contents(data) != before and not list(data.rglob("*half*"))
 
 
-CHOICE = ITEMS["copa"][0]
-BAD_ITEMS = [
-    (b"[1]", "TypeError"),
-    (b"{", "JSONDecodeError"),
-    ({**CHOICE, "gold": 2}, "IndexError"),
-    ({**CHOICE, "gold": "0"}, "TypeError"),
-    ({"query": "x"}, "KeyError('choices')"),
-]
-
-
-@pytest.mark.parametrize(("item", "part"), BAD_ITEMS)
-def test_bad_items_are_named(data, bundle, item, part):
-    raw = item if isinstance(item, bytes) else json.dumps(item).encode()
-    (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
-    before = contents(data)
-    message = sentence(lambda: core_tasks.build(bundle, data, 64))
-    assert part in message and "eval_data/a/copa.jsonl line 3 is not an item of type multiple_choice" in message
-    assert contents(data) == before
-
-
 @pytest.mark.parametrize(("name", "old", "new", "part"), [
     ("core.yaml", "copa", "../copa", "'../copa'"),
     ("core.yaml", "[1]", "[99]", "too few for 99 shots"),
-    ("core.yaml", "a/copa.jsonl", '"a/copa', "core.yaml or eval_meta_data.csv is damaged"),
-    ("core.yaml", "a/copa.jsonl", "a/none", "eval_data/a/none of the bundle is missing"),
     ("core.yaml", "schema", "essay", "'essay'"),
-    ("eval_meta_data.csv", "copa,50", "copa", "is damaged"),
 ])  # fmt: skip
 def test_bad_tables_are_named(data, bundle, name, old, new, part):
     path = bundle / name
