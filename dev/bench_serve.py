@@ -1,14 +1,13 @@
-"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that disconnect.
+"""Speed of a running server: tokens a second and time to the first token.
 
     python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
-    python dev/bench_serve.py --soak 10000               10,000 requests of 64 clients, a third disconnects
 
 The server itself is measured with a model that takes little time, such as one of runs/tiny.args.
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
 the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
 to the first token is from the start of a connection to the first event with text. "cpu us" is the processor time of the
-server for each token, and a soak reads its memory, both from /metrics (Linux). The clients are threads of processes of
+server for each token, from /metrics (Linux). The clients are threads of processes of
 their own, so that what is measured is the server. The last line is the result as JSON.
 """
 
@@ -27,6 +26,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 HOST = "127.0.0.1"
+PROCESSES = 4  # that the clients are spread over
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('DECODERSTACK_API_KEY')}"}
 WORDS = "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
 SEEDS = itertools.count()  # of requests: no question comes twice, as the server would know it
@@ -38,12 +38,11 @@ class Outcome:
 
     tokens: int = 0
     first: float = 0.0  # seconds to the first text
-    aborted: bool = False  # the client disconnected in the middle
     error: str = ""
 
 
-def ask(port: int, rng: random.Random, tokens: int, abort_after: int = 0) -> Outcome:
-    """One request; the client disconnects after so many events, if that is not 0."""
+def ask(port: int, rng: random.Random, tokens: int) -> Outcome:
+    """One request."""
     question = " ".join(rng.choices(WORDS, k=rng.randint(5, 40)))
     body = {
         "prompt": question,
@@ -63,7 +62,7 @@ def ask(port: int, rng: random.Random, tokens: int, abort_after: int = 0) -> Out
             outcome.error = f"{response.status} {response.reason}"
             return outcome
         events = (line[6:] for line in response if line.startswith(b"data: "))
-        for count, data in enumerate(events, 1):
+        for data in events:
             if data.startswith(b"[DONE]"):
                 return outcome
             event = json.loads(data)
@@ -74,9 +73,6 @@ def ask(port: int, rng: random.Random, tokens: int, abort_after: int = 0) -> Out
                 outcome.first = time.perf_counter() - began
             if event.get("usage"):
                 outcome.tokens = event["usage"]["completion_tokens"]
-            if count == abort_after:
-                outcome.aborted = True
-                return outcome
         outcome.error = "the stream ended without [DONE]"
     except (OSError, http.client.HTTPException) as error:
         outcome.error = f"{type(error).__name__}: {error}"
@@ -88,14 +84,11 @@ def ask(port: int, rng: random.Random, tokens: int, abort_after: int = 0) -> Out
 # ---- load
 
 
-def run_clients(port: int, tokens: int, clients: int, abort_fraction: float, seeds: list) -> list[Outcome]:
-    """The requests of each seed, by so many threads: until all tokens came, or one that may be aborted."""
+def run_clients(port: int, tokens: int, clients: int, seeds: list) -> list[Outcome]:
+    """The requests of each seed, by so many threads, until all tokens came."""
 
     def work(seed: int) -> list[Outcome]:
         rng = random.Random(seed)
-        if abort_fraction:
-            aborts = rng.random() < abort_fraction
-            return [ask(port, rng, tokens, rng.randint(1, 1 + tokens // 8) if aborts else 0)]
         outcomes = [ask(port, rng, tokens)]
         rest = tokens - outcomes[0].tokens
         while rest > 0 and outcomes[-1].tokens and not outcomes[-1].error:
@@ -107,9 +100,9 @@ def run_clients(port: int, tokens: int, clients: int, abort_fraction: float, see
         return list(itertools.chain.from_iterable(threads.map(work, seeds)))
 
 
-def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict:
-    """The result of so many clients together, spread over a few processes; without aborts, answers are in full."""
-    processes = min(args.processes, clients)
+def load(args, clients: int, requests: int) -> dict:
+    """The result of so many clients together, spread over a few processes."""
+    processes = min(PROCESSES, clients)
     seeds = list(itertools.islice(SEEDS, requests))
     cpu = metric(args.port, "process_cpu_seconds_total")
     began = time.perf_counter()
@@ -117,8 +110,7 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict
         parts = []
         for i in range(processes):
             threads = clients // processes + (i < clients % processes)
-            settings = (args.port, args.tokens, threads, abort_fraction)
-            parts.append(pool.submit(run_clients, *settings, seeds[i::processes]))
+            parts.append(pool.submit(run_clients, args.port, args.tokens, threads, seeds[i::processes]))
         outcomes = [outcome for part in parts for outcome in part.result()]
     seconds = time.perf_counter() - began
     cpu = metric(args.port, "process_cpu_seconds_total") - cpu
@@ -135,7 +127,6 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict
         "first_ms": round(1000 * float(np.median(firsts)), 1),
         "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1),
         "short": len(outcomes) - requests,
-        "aborted": sum(outcome.aborted for outcome in outcomes),
         "cpu_us": round(1e6 * cpu / max(tokens, 1), 1),
         "errors": len(errors),
         "first_error": errors[0] if errors else "",
@@ -155,25 +146,7 @@ def metric(port: int, name: str) -> float:
     return samples.get(name, float("nan"))
 
 
-def soak(args) -> dict:
-    """Requests in four parts, with the memory of the server between them."""
-    parts = []
-    memory = [metric(args.port, "process_resident_memory_bytes") / 2**20]
-    for _ in range(4):
-        parts.append(load(args, args.clients[-1], args.soak // 4, abort_fraction=1 / 3))
-        memory.append(metric(args.port, "process_resident_memory_bytes") / 2**20)
-        print(row(parts[-1]), f"  memory {memory[-1]:.1f} MiB", flush=True)
-    time.sleep(1)
-    total = {name: sum(part[name] for part in parts) for name in ("requests", "aborted", "errors")}
-    growth = 100 * (memory[-1] / memory[1] - 1)  # from the end of the first part, which fills what is kept
-    return total | {"memory_mib": memory, "growth_percent": growth, "health": json.loads(get(args.port, "/health"))}
-
-
-COLUMNS = "clients requests tokens_per_s first_ms first_ms_p95 short aborted cpu_us errors".split()
-
-
-def row(result: dict) -> str:
-    return "".join(f"{result[name]:>14}" for name in COLUMNS)
+COLUMNS = "clients requests tokens_per_s first_ms first_ms_p95 short cpu_us errors".split()
 
 
 def main() -> int:
@@ -183,8 +156,6 @@ def main() -> int:
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
     add("--requests", type=int, default=4, help="requests per client; a single client sends four times as many")
     add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
-    add("--soak", type=int, default=0, metavar="N", help="a soak test of N requests, instead of the table")
-    add("--processes", type=int, default=4, help="number of processes to spread the clients over [%(default)s]")
     args = parser.parse_args()
     try:
         get(args.port, "/health")
@@ -193,17 +164,13 @@ def main() -> int:
         return 1
     print("".join(f"{name:>14}" for name in COLUMNS), flush=True)
     load(args, 1, 1)  # warms up
-    if args.soak:
-        result = soak(args)
-    else:
-        result = []
-        for clients in args.clients:
-            requests = args.requests * clients * (4 if clients == 1 else 1)
-            result.append(load(args, clients, requests))
-            print(row(result[-1]), flush=True)
-    print(json.dumps(result))
-    failed = result["errors"] if args.soak else sum(part["errors"] for part in result)
-    return 1 if failed else 0
+    results = []
+    for clients in args.clients:
+        requests = args.requests * clients * (4 if clients == 1 else 1)
+        results.append(load(args, clients, requests))
+        print("".join(f"{results[-1][name]:>14}" for name in COLUMNS), flush=True)
+    print(json.dumps(results))
+    return int(any(result["errors"] for result in results))
 
 
 if __name__ == "__main__":
