@@ -36,7 +36,7 @@ HEADER_WORDS, HEADER_BYTES = 256, 1024
 MAX_VOCAB = 65_536  # tokens are uint16
 DATASET_FORMAT = "decoderstack-dataset-1"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FOLDERS = ("pretrain", "sft", "core", "chat_eval")  # of what dataset.json lists
+FOLDERS = ("pretrain", "sft", "core")  # of what dataset.json lists
 # What the splits of a folder count.
 COUNTS = {
     "pretrain": ("tokens", "documents", "text_bytes"),
@@ -88,8 +88,8 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern, until it is overwritten.
+    temporary = path.with_name(f".{path.name}.tmp")
     digest = hashlib.sha256()
     try:
         with open(temporary, "wb") as f:
@@ -102,15 +102,6 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     return digest.hexdigest()
-
-
-def remove_leftovers(folder: str | Path) -> None:
-    """Deletes the temporary files and folders that a killed run left in a folder."""
-    for path in Path(folder).glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 @contextlib.contextmanager
@@ -332,12 +323,13 @@ def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[
     The old folder stays until the new one is complete; in between dataset.json lists neither.
     """
     dataset = read_dataset(root)
-    remove_leftovers(root)
     files = dataset["files"]
     others = {path: files[path] for path in files if not path.startswith(f"{name}/")}
     new = root / f".{name}.new.tmp"
     old = root / f".{name}.old.tmp"
     written: dict[str, Any] = {}
+    for leftover in (new, old):  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         yield new, written
         write_dataset(root, {**dataset, "files": others})

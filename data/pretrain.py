@@ -34,7 +34,6 @@ from dataset import (
     read_dataset,
     read_header,
     read_json,
-    remove_leftovers,
     run,
     sha256_file,
     sha256_matches,
@@ -221,8 +220,6 @@ def build(args: argparse.Namespace) -> None:
     else:
         if not progress.tokenizer_sha256:
             check_documents(source)
-        for folder in (args.out, args.out / "pretrain"):
-            remove_leftovers(folder)
         make_tokenizer(args, source, progress)
         write_shards(args, source, progress)
         finish(progress)

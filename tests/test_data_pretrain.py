@@ -124,7 +124,7 @@ def test_killed_run_continues(corpus):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "dataset.json").exists()
-    (out / "pretrain/.train_000002.bin.abc.tmp").write_bytes(b"half a shard")
+    (out / "pretrain/.train_000002.bin.tmp").write_bytes(b"half a shard")
     first = (out / "pretrain/train_000000.bin").stat()
 
     result = run(*settings(corpus, "killed"), "--workers", 1)
