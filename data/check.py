@@ -12,10 +12,10 @@ import tokenizer
 from dataset import (
     FOLDERS,
     check_file,
+    count_shard,
     fail,
     overlap_note,
     read_dataset,
-    read_header,
     read_shard,
     run,
 )
@@ -68,17 +68,7 @@ def check_shard(path: Path, entry: dict, sha256: str, bos: int, lengths: np.ndar
         if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
             fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
         return
-    hint = "build the dataset again"
-    if read_header(path)["tokenizer_sha256"] not in ("", sha256):
-        fail(f"{path} was made with another tokenizer; {hint}")
-    tokens = read_shard(path)
-    if tokens.max() >= len(lengths):
-        fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {hint}")
-    # A piece at a time, as bincount widens to int64.
-    pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
-    counts = sum(np.bincount(piece, minlength=len(lengths)) for piece in pieces)
-    found = {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
-    for key, value in found.items():
+    for key, value in count_shard(path, sha256, bos, lengths).items():
         if entry.get(key, value) != value:
             fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
 

@@ -356,6 +356,32 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
         fail(f"{path} was changed: dataset.json lists a different size or sha256; restore it")
 
 
+def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
+    """Tokens, documents and bytes of text of a shard; ends the script if its tokenizer is another.
+
+    lengths int32 [vocabulary]: the bytes of text of each token.
+    """
+    hint = "pass the tokenizer it was made with, or build it again"
+    header = read_header(path)
+    made_with = header["tokenizer_sha256"]
+    if made_with not in ("", tokenizer_sha256):
+        fail(f"{path} was made with another tokenizer (sha256 {made_with}, not {tokenizer_sha256}); {hint}")
+    tokens = read_shard(path, verify=True)
+    if tokens.max() >= len(lengths):
+        fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {hint}")
+    # A piece at a time, as bincount widens to int64.
+    pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
+    counts = sum(np.bincount(piece, minlength=len(lengths)) for piece in pieces)
+    header_bos = header["bos_id"]
+    entries = header["vocab_size"]
+    if header_bos not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
+        fail(
+            f"{path} lacks the tokenizer's BOS {bos}, or states another vocabulary "
+            f"(BOS {header_bos}, {entries} entries); {hint}"
+        )
+    return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
+
+
 def overlap_note(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
     """A message if documents of the validation split are also in the training split, else ""."""
     files = read_dataset(folder)["files"]
