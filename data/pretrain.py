@@ -5,6 +5,7 @@
     python data/pretrain.py --source climbmix --out data/shards/climbmix
     python data/pretrain.py --source climbmix --pattern qwen2 --out data/shards/climbmix_q2
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
+    python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 
 Every document starts with BOS and is never split across shards. progress.json records each finished
 shard (see Progress): the same command continues after the last one, with the same bytes as an
@@ -14,6 +15,7 @@ refused.
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -26,6 +28,7 @@ import numpy as np
 import pypi
 import tokenizer
 from dataset import (
+    count_shard,
     fail,
     file_entry,
     group_shards,
@@ -42,7 +45,7 @@ from dataset import (
     write_json,
     write_shard,
 )
-from sources import Source, add_source_flags, check_flags, in_threads
+from sources import Source, add_source_flags, check_flags, identify, in_threads, local_paths
 from tiktoken import Encoding
 from tqdm import tqdm
 
@@ -240,7 +243,7 @@ def check_documents(source: Source) -> None:
             fail(f"the source has no {split} document with text in it; {hint}")
 
 
-def make_tokenizer(args: argparse.Namespace, source: Source, progress: Progress) -> None:
+def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Progress) -> None:
     """tokenizer.json of the directory: the one that is there, that of --tokenizer, or a new one."""
     path = args.out / "tokenizer.json"
     if progress.tokenizer_sha256 and not sha256_matches(path, progress.tokenizer_sha256):
@@ -312,15 +315,88 @@ def finish(progress: Progress) -> None:
     print(f"wrote {out / 'dataset.json'}")
 
 
+# ==== pretokenized shards
+
+
+def import_shards(args: argparse.Namespace) -> None:
+    """Makes a dataset directory from shards that others tokenized."""
+    out = args.out
+    specs = [spec.removeprefix("shards:") for spec in args.source]
+    if args.interleave:
+        fail("--interleave is for text, not for --source shards:; omit it")
+    if not args.tokenizer:
+        hint = "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
+        fail(f"--source shards: needs --tokenizer, the tokenizer.json the shards were made with; {hint}")
+    specs = [str(Path(spec) / "*.bin") if Path(spec).is_dir() else spec for spec in specs]
+    paths = local_paths(specs, (".bin",))
+    by_split = sort_by_split(paths, ", ".join(specs))
+    settings = {
+        "inputs": [identify(path) for path in paths],
+        "name": args.name,
+        "tokenizer": sha256_file(args.tokenizer),
+        "hosted_shards": True,
+    }
+    progress = read_progress(out, settings)
+    if is_complete(progress):
+        print(f"{out} is already complete")
+        return
+    # Everything is checked before the first file is made.
+    bos_id = tokenizer.bos_id(tokenizer.load(args.tokenizer))
+    lengths = tokenizer.token_bytes(args.tokenizer)
+    counts = {path: count_shard(path, settings["tokenizer"], bos_id, lengths) for path in paths}
+    progress.settings = settings
+    progress.shards = {"train": [], "val": []}
+    make_tokenizer(args, None, progress)
+    (out / "pretrain").mkdir(exist_ok=True)
+    for split, split_paths in by_split.items():
+        for i, path in enumerate(tqdm(split_paths, desc=split, disable=None)):
+            name = f"pretrain/{split}_{i:06d}.bin"
+            link_or_copy(path, out / name)
+            entry = {"path": name, **counts[path], "sha256": sha256_file(out / name)}
+            progress.shards[split].append(entry)
+    progress.save()
+    finish(progress)
+
+
+def sort_by_split(paths: list[Path], spec: str) -> dict[str, list[Path]]:
+    """The shards of each split, by a word of their names: "retrieval_train_01" is training."""
+    by_split: dict[str, list[Path]] = {"train": [], "val": []}
+    for path in paths:
+        words = re.findall("[a-z]+", path.stem.lower())
+        splits = [split for split in by_split if split in words]
+        if len(splits) == 1:
+            by_split[splits[0]].append(path)
+        else:
+            print(f"skipped {path.name}: its name must contain either train or val")
+    for split, split_paths in by_split.items():
+        if not split_paths:
+            found = f"none of the {len(paths)} files of {spec} has the word {split!r} in its name"
+            fail(f"{found}; name the shards *_train_* and *_val_*")
+    return by_split
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """A hard link, which takes no space; across file systems a copy."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(path, target)
+    except OSError:
+        with open(path, "rb") as f:
+            write_atomic(target, iter(lambda: f.read(2**24), b""))
+
+
 def main() -> None:
     args = parse_arguments()
     # From here on: reading the source alone may take minutes.
     with lock_folder(args.out):
-        build(args)
+        if args.source[0].startswith("shards:"):
+            import_shards(args)
+        else:
+            build(args)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Turn text into a dataset directory.")
+    parser = argparse.ArgumentParser(description="Turn text or pretokenized shards into a dataset directory.")
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="validation text (default: a part of --source)")

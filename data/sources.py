@@ -401,12 +401,15 @@ def in_threads(
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit of open files of this process (1,024 on most systems) if it is too low, and may be raised."""
-    with contextlib.suppress(ImportError, ValueError):  # Windows has no such limit
+    """Raises the limit of open files of this process (1,024 on most systems) if it is too low."""
+    with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
+        except ValueError:
+            fail(f"--interleave opens {count} files at once, the system allows {hard}; raise ulimit -n or join files")
 
 
 def records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str]]:

@@ -1,4 +1,4 @@
-"""The one-command script: a plain reference, resuming after kill -9, user errors."""
+"""The one-command script: a plain reference, resuming after kill -9, hosted shards, user errors."""
 
 import errno
 import functools
@@ -20,6 +20,7 @@ import tokenizer
 
 from folders import contents
 from processes import python
+from tiny import write_shard
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -198,6 +199,7 @@ def test_interleaved_files(corpus, tmp_path):
     assert len(texts) == 60 and all(texts[i : i + 6].count(short[0]) in (1, 2, 3) for i in range(0, 60, 6))
     assert "already complete" in run(*flags, "--interleave").stdout
     expect_error(run(*flags), "--interleave", True, None)
+    expect_error(run(*settings(corpus, "x", "shards:x"), "--interleave"), "--interleave is for text")
 
 
 def test_second_run_and_other_settings(corpus):
@@ -306,6 +308,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
     (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
     (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must be above 0 and at most 0.5"]),
+    (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
 ])  # fmt: skip
 def test_user_errors(tmp_path, args, parts, monkeypatch):
     for name, lines in {
@@ -331,8 +334,84 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
     assert dataset.read_dataset(out)["splits"]["train"]["documents"] == 1
 
 
+# --- hosted shards ----------------------------------------------------------------------------------------
+
+
+def test_hosted_shards(tmp_path, corpus):
+    encoding = tokenizer.load(corpus / "tokenizer.json")
+    hosted = tmp_path / "hosted"
+    hosted.mkdir()
+    texts = ["gr\u00fc\u00dfe \u4f60\u597d", "the river", "house"]
+    documents = [[441, *encoding.encode_ordinary(t)] for t in texts]
+    write_shard(hosted / "fineweb_train_000001.bin", documents[0] + documents[1])
+    write_shard(hosted / "fineweb_train_000002.bin", documents[2])
+    write_shard(hosted / "fineweb_val_000000.bin", documents[1])
+    out = tmp_path / "out"
+    args = ["--source", f"shards:{hosted}", "--tokenizer", corpus / "tokenizer.json", "--out", out]
+    result = run(*args)
+    assert result.returncode == 0, result.stderr
+    info = dataset.read_dataset(out)
+    sizes = [len(t.encode()) for t in texts]
+    total = {"tokens": sum(map(len, documents)), "documents": 3, "text_bytes": sum(sizes)}
+    assert info["splits"]["train"] == total
+    assert info["splits"]["val"] == {"tokens": len(documents[1]), "documents": 1, "text_bytes": sizes[1]}
+    names = ["pretrain/train_000000.bin", "pretrain/train_000001.bin", "pretrain/val_000000.bin", "tokenizer.json"]
+    assert sorted(info["files"]) == names
+    assert dataset.read_shard(out / "pretrain/train_000001.bin").tolist() == documents[2]
+    for name, entry in info["files"].items():
+        assert dataset.sha256_file(out / name) == entry["sha256"]
+    assert (hosted / "fineweb_train_000002.bin").exists()
+    result = run(*args)
+    assert result.returncode == 0 and "already complete" in result.stdout
+
+
 def test_it_starts_without_the_modules_of_unix():
     """Windows has neither resource nor fcntl."""
     program = "import sys; sys.modules.update(resource=None, fcntl=None); import pretrain"
     result = subprocess.run([sys.executable, "-c", program], cwd=DATA, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_hosted_shards_are_told_apart_by_whole_words(tmp_path, capsys):
+    """ "val" in "retrieval" makes no validation, nor does "train" in "constrained" make training."""
+    names = ["retrieval_train_000000.bin", "Retrieval-Train-1.bin", "edu_val_0.bin", "constrained_000.bin"]
+    names += ["train00002.bin", "evaluation.val.000.bin", "x_train_val_0.bin"]
+    found = pretrain.sort_by_split([Path(name) for name in names], "x")
+    assert [path.name for path in found["train"]] == [names[0], names[1], names[4]]
+    assert [path.name for path in found["val"]] == [names[2], names[5]]
+    skipped = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert skipped == ["skipped constrained_000.bin", "skipped x_train_val_0.bin"]
+    with pytest.raises(SystemExit, match="none of the 2 files of x has the word 'val'"):
+        pretrain.sort_by_split([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
+
+
+def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
+    hosted, out = tmp_path / "hosted", tmp_path / "out"
+    hosted.mkdir()
+
+    def error(source: str) -> str:
+        argv = ["pretrain.py", "--source", source, "--tokenizer", str(corpus / "tokenizer.json"), "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as e:
+            pretrain.main()
+        assert e.value.code.startswith("error: ") and not list(out.rglob("*.bin"))
+        return e.value.code
+
+    train = hosted / "x_train_000000.bin"
+    write_shard(train, [441, 1, 2])
+    assert "'val'" in error(f"shards:{hosted}")
+    val = hosted / "x_val_000000.bin"
+    write_shard(val, [441, 450])
+    assert "token 450" in error(f"shards:{hosted}/*.bin")
+    val.write_bytes(train.read_bytes()[:-1])
+    assert "truncated" in error(f"shards:{hosted}/*.bin")
+    dataset.write_shard(val, np.array([441, 1], dtype=np.uint16), 441, 450, "ab" * 32)
+    assert "another tokenizer" in error(f"shards:{hosted}/*.bin")
+    # Of another tokenizer, which nothing but its BOS or its size tells.
+    tokens = np.array([441, 1], dtype=np.uint16)
+    for bos, entries in ((440, 450), (441, 449), (None, 449)):
+        dataset.write_shard(val, tokens, bos, entries)
+        assert f"another vocabulary (BOS {bos}, {entries} entries)" in error(f"shards:{hosted}/*.bin")
+    write_shard(val, [1, 2, 3])
+    assert f"{val} lacks the tokenizer's BOS 441" in error(f"shards:{hosted}/*.bin")
+    assert "matches no file" in error(f"shards:{hosted}/*.dat")

@@ -141,8 +141,9 @@ print(sum(1 for text in sources.Source([spec], "stdlib", interleave=True).train(
 def test_more_files_than_may_be_open(tmp_path):
     for i in range(150):
         write(tmp_path / f"{i}.jsonl", ["a", "b"])
-    done = python("-c", OPEN_FILES, 100, 300, tmp_path, env={**os.environ, "PYTHONPATH": str(DATA)})
-    assert done.stdout == "300\n", done.stderr
+    run = lambda hard: python("-c", OPEN_FILES, 100, hard, tmp_path, env={**os.environ, "PYTHONPATH": str(DATA)})
+    assert run(300).stdout == "300\n"
+    assert "opens 150 files at once, the system allows 200; raise ulimit -n" in run(200).stderr
 
 
 def test_a_console_that_lacks_letters(tmp_path):
