@@ -18,7 +18,7 @@ lm-evaluation-harness needs it (model local-completions, add_bos_token=True). A 
 where response_format asks for JSON: call and result are in the text, as [3*4 = 12], and in a stream those pieces carry
 "part": "python" or "python_output" beside "content".
 
-With --api-key, or a key in the environment variable DECODERSTACK_API_KEY, all but /health needs "Authorization:
+With --api-key, or a key in the environment variable DECODERSTACK_API_KEY, all but / and /health needs "Authorization:
 Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS rebinding), Origin, if sent, must be
 the server itself or an --allow-origin (CORS), and a POST must be application/json. Texts are never logged. SIGTERM and
 Ctrl-C end the server once the running answers are complete, after --shutdown-timeout seconds at most.
@@ -33,6 +33,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +86,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 MAX_BODY = 1 << 20  # bytes of a request
@@ -124,6 +125,7 @@ class Server(uvicorn.Server):
         self.key = args.api_key
         self.hosts = {args.host.lower(), *map(str.lower, args.allow_host)}  # names of this server
         self.origins = [origin.rstrip("/") for origin in args.allow_origin]
+        self.page_url = ""  # of the web page, once it is ready
         routes = self.routes()
         self.paths = {route.path for route in routes}  # labels of /metrics
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
@@ -158,6 +160,7 @@ class Server(uvicorn.Server):
             "chat": self.protocol.chat,
         }
         return [
+            Route("/", self.root),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
@@ -189,13 +192,19 @@ class Server(uvicorn.Server):
             origin = headers.get("origin")
             problem = f"requests from web pages of another origin are refused, found {shorten(origin)}"
             return APIError(403, f"{problem}; start the server with --allow-origin URL to allow it")
-        if self.key is None or path == "/health":
+        if self.key is None or path in ("/", "/health"):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         is_key = hmac.compare_digest(key.strip().encode("latin-1"), self.key.encode())  # bytes, as they were sent
         if scheme.lower() == "bearer" and is_key:
             return None
         return APIError(401, 'this server needs an API key: send "Authorization: Bearer KEY"', code="invalid_api_key")
+
+    async def root(self, http_request: HTTPRequest) -> Response:
+        """For browsers: leads to the web page."""
+        if self.page_url:
+            return RedirectResponse(self.page_url)
+        raise HTTPException(404, "Not Found; --page starts a chat page")
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
@@ -249,6 +258,13 @@ class Server(uvicorn.Server):
         self.worker.abort(request)
         request.error = APIError(499, "the client disconnected")
         request.updated.set()
+
+    def follow_page(self, page: subprocess.Popen) -> None:
+        """Prints what the process of the web page prints, and keeps its address."""
+        for line in page.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("page: "):
+                self.page_url = line.removeprefix("page: ").strip()
 
     async def shutdown(self, sockets=None) -> None:
         self.worker.draining = True
@@ -334,7 +350,8 @@ def main() -> int:
         environment = {**os.environ, "OPENAI_API_KEY": args.api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
         hosts = [f"--allow-host={name}" for name in args.allow_host]
         command = [sys.executable, Path(__file__).with_name("page.py"), url, *hosts]
-        subprocess.Popen(command, env=environment)
+        page = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
+        threading.Thread(target=server.follow_page, args=(page,), daemon=True).start()
     server.run(sockets=[listening])
     server.worker.join(10)
     return 0
