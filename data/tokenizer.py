@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import tiktoken
+import tiktoken.load
 from dataset import MAX_VOCAB, check_format, fail, read_json, run, sha256_file, write_json
 from sources import Source, add_source_flags, check_flags, clean
 
@@ -183,15 +184,25 @@ def describe(path: str | Path) -> dict[str, Any]:
 # ==== GPT-2
 
 
-def gpt2_spec() -> dict[str, Any]:
-    """GPT-2's vocabulary as tokenizer.json; tiktoken downloads it."""
+def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, Any]:
+    """GPT-2's vocabulary as tokenizer.json, from its two files or tiktoken's copy."""
+    if (vocab_bpe is None) != (encoder_json is None):
+        fail("--vocab-bpe and --encoder-json belong together; pass both or neither")
+    if vocab_bpe is None:
+        try:
+            encoding = tiktoken.get_encoding("gpt2")
+        except Exception as problem:  # tiktoken lets through whatever its HTTP client raises
+            way = "download GPT-2's vocab.bpe and encoder.json and pass them as --vocab-bpe and --encoder-json"
+            fail(f"tiktoken cannot download the gpt2 files ({type(problem).__name__}); {way}")
+        ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
+        return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
     try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception as problem:  # tiktoken lets through whatever its HTTP client raises
-        fail(f"tiktoken cannot download the gpt2 files ({type(problem).__name__}: {problem}); check the network")
-    end = encoding.eot_token
-    ranks = [encoding.decode_single_token_bytes(i) for i in range(end)]
-    return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": end})
+        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
+            str(vocab_bpe), str(encoder_json), sha256_file(vocab_bpe), sha256_file(encoder_json)
+        )
+    except AssertionError:
+        fail(f"the tokens of {vocab_bpe} are not those of {encoder_json}; download both again")
+    return make_spec(GPT2_PATTERN, sorted(ranks, key=ranks.get), {"<|endoftext|>": len(ranks)})
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +224,7 @@ def main() -> None:
         print(" ".join(f"{i}:{encoding.decode_single_token_bytes(i)!r}" for i in tokens))
         print(f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(text.encode())} bytes")
     elif args.command == "gpt2":
-        sha = write_json(args.out, gpt2_spec())
+        sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
     else:
         start = time.perf_counter()
@@ -240,6 +251,8 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="text to split")
 
     p = commands.add_parser("gpt2", help="convert GPT-2's vocabulary")
+    p.add_argument("--vocab-bpe", type=Path, help="path of GPT-2's file (default: downloaded)")
+    p.add_argument("--encoder-json", type=Path, help="path of GPT-2's file (default: downloaded)")
     p.add_argument("--out", required=True, type=Path, help="path of the new tokenizer.json")
 
     args = parser.parse_args()

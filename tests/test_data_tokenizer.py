@@ -131,19 +131,35 @@ def test_a_pattern_that_fails_later_is_named(path, tmp_path):
         tokenizer.encode(encoding, "\u4f60" * 100)
 
 
-def test_gpt2(tmp_path, monkeypatch):
-    """tiktoken's encoding of another size in place of the one that it downloads."""
-    ranks = {bytes([b]): 255 - b for b in range(256)} | {b" t": 256, b"he": 257, b" the": 258}
-    special = {"<|endoftext|>": 259}
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=r"x", mergeable_ranks=ranks, special_tokens=special)
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": gpt2}.get)
+def make_gpt2_files(folder: Path) -> tuple[Path, Path]:
+    """vocab.bpe and encoder.json in the published spelling, with three merges."""
+    printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
+    spelled = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    merges = ["\u0120 t", "h e", "\u0120t he"]
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    ids = {s: i for i, s in enumerate(spelled + [m.replace(" ", "") for m in merges])}
+    (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": len(ids)}), encoding="utf-8")
+    return folder / "vocab.bpe", folder / "encoder.json"
+
+
+def test_gpt2(tmp_path):
+    vocab, encoder = make_gpt2_files(tmp_path)
     out = tmp_path / "gpt2.json"
-    dataset.write_json(out, tokenizer.gpt2_spec())
+    result = run("gpt2", "--vocab-bpe", vocab, "--encoder-json", encoder, "--out", out)
+    assert result.returncode == 0, result.stderr
     encoding = tokenizer.load(out)
     assert encoding.n_vocab == 260 and tokenizer.bos_id(encoding) == 259
     assert encoding.encode_ordinary(" the he") == [258, encoding.encode_single_token(b" "), 257]
-    assert encoding.encode_single_token(b"!") == 255 - ord("!") and tokenizer.token_bytes(out)[258] == 4
+    assert encoding.encode_single_token(b"!") == 0 and tokenizer.token_bytes(out)[258] == 4
     assert encoding.decode(encoding.encode_ordinary("\u4f60 \n\x00")) == "\u4f60 \n\x00"
+
+    before = out.read_bytes()
+    vocab.write_text("#version: 0.2\nh e\n", encoding="utf-8")
+    result = run("gpt2", "--vocab-bpe", vocab, "--encoder-json", encoder, "--out", out)
+    assert result.returncode == 1 and result.stderr.startswith("error: ") and "download both" in result.stderr
+    result = run("gpt2", "--vocab-bpe", vocab, "--out", out)
+    assert result.returncode == 1 and "--encoder-json" in result.stderr
+    assert out.read_bytes() == before
 
 
 TEST_TEXT = "".join(map(chr, range(0x250))) + "\n\n\n\n \n".join(chr(c) * 60 for c in range(32, 127))

@@ -42,6 +42,20 @@ def test_trace(tmp_path):
     assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
 
 
+@pytest.mark.parametrize(("script", "recipe"), [*zip(bench.SCRIPTS, ("tiny", "cpu_medium"), strict=True)])
+def test_bench_generate(script, recipe):
+    """Every batch is measured; on a CPU both paths are the same, so every token agrees."""
+    sizes = ("--batches", "1", "3", "--prompt", "50", "--new", "8", "--dtype", "float32")
+    done = python("dev/bench_generate.py", "--script", script, f"@runs/{recipe}.args", *sizes)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [row["batch"] for row in result["batches"]] == [1, 3] and result["new"] == 8
+    for row in result["batches"]:
+        assert row["equal"] == 1 and row["until"] == 8 and row["prefill_ms"] > 0 and row["memory_gib"] > 0
+        assert row["decode_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
+        assert 0 < row["tokens_per_second"] < row["decode_tokens_per_second"]
+
+
 def event(name, kind, start, length, thread=1, **args):
     return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": length, "pid": 7, "tid": thread, "args": args}
 
