@@ -11,7 +11,6 @@ from pathlib import Path
 import dataset
 import numpy as np
 import pytest
-import tiktoken
 import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
