@@ -309,6 +309,8 @@ def test_the_server_starts_and_ends_its_page(runs, signum):
     process, lines = start(SCRIPT, runs[True], "--page", "--port", "0", "--max-num-seqs", "2", "--device", "cpu")
     url = lines[-1].removeprefix("page: ")
     assert lines[0].startswith("chat: http://127.0.0.1:") and httpx2.get(url).status_code == 200
+    api = lines[0].split()[1]
+    assert httpx2.get(api).headers["location"] == url
     process.send_signal(signum)
     assert process.wait(30) == (0 if signum == signal.SIGTERM else -signum)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -510,7 +511,7 @@ def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):
             running.chat(model="chat", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
         assert client.chat.completions.create(model="chat", messages=HELLO, max_tokens=1).choices
-        for path, status in (("/", 401), ("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
+        for path, status in (("/", 404), ("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert httpx2.get(running.url + path).status_code == status
         for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
             assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
@@ -834,6 +835,31 @@ def test_bench(chat_server):
     found = json.loads(done.stdout.splitlines()[-1])
     assert [(one["tokens"], one["requests"] - one["short"], one["errors"]) for one in found] == [
         (32, 4, 0), (16, 2, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("signum", "timeout"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 60)])
+def test_signals_end_it_cleanly(runs, signum, timeout):
+    """Running answers get --shutdown-timeout seconds, then an error; no new requests, no stderr, exit code 0."""
+    flags = ["--port", "0", "--max-num-seqs", "2", "--shutdown-timeout", str(timeout), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[False]), *flags], **pipes)
+    try:
+        line = process.stdout.readline()
+        url = re.fullmatch(r"base: (http://127\.0\.0\.1:\d+) \(2 slots, context 512, completions\)\n", line)[1]
+        body = {"prompt": ["the"] * (60 if timeout < 1 else 4), "max_tokens": 500, "stream": True, "temperature": 2}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+            parts = reply.iter_text()
+            text = next(parts)
+            process.send_signal(signum)
+            time.sleep(0.3)
+            with pytest.raises(httpx2.ConnectError):
+                httpx2.get(f"{url}/health")
+            text += "".join(parts)
+        last = events(text)[-1]
+        assert last == "[DONE]" if timeout > 1 else "the server is stopping" in last["error"]["message"]
+        assert process.wait(20) == 0 and process.communicate() == ("", "")
+    finally:
+        process.kill()
 
 
 def test_user_errors(runs, chat_server, monkeypatch, capsys):
