@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 from collections import Counter
@@ -37,9 +36,7 @@ HEADER_WORDS, HEADER_BYTES = 256, 1024
 MAX_VOCAB = 65_536  # tokens are uint16
 DATASET_FORMAT = "decoderstack-dataset-1"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What dataset.json may list: one level of folders, and no name that begins with a dot.
-FOLDERS = ("pretrain", "sft", "core", "chat_eval")
-LISTED_NAME = re.compile(rf"tokenizer\.json|({'|'.join(FOLDERS)})/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}")
+FOLDERS = ("pretrain", "sft", "core")  # of what dataset.json lists
 # What the splits of a folder count.
 COUNTS = {
     "pretrain": ("tokens", "documents", "text_bytes"),
@@ -91,8 +88,8 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern, until it is overwritten.
+    temporary = path.with_name(f".{path.name}.tmp")
     digest = hashlib.sha256()
     try:
         with open(temporary, "wb") as f:
@@ -105,15 +102,6 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     return digest.hexdigest()
-
-
-def remove_leftovers(folder: str | Path) -> None:
-    """Deletes the temporary files and folders that a killed run left in a folder."""
-    for path in Path(folder).glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 @contextlib.contextmanager
@@ -138,14 +126,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def json_bytes(value: Any) -> bytes:
-    """A JSON value as the scripts of data/ write it: indented by one, ASCII, with a line end."""
-    return (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()
-
-
 def write_json(path: str | Path, value: Any) -> str:
-    """Writes JSON atomically; returns the hex sha256 of the file."""
-    return write_atomic(path, [json_bytes(value)])
+    """Writes JSON atomically, indented by one, in ASCII, with a line end; returns the hex sha256 of the file."""
+    return write_atomic(path, [(json.dumps(value, indent=1) + "\n").encode()])
 
 
 def read_json(path: str | Path) -> Any:
@@ -314,23 +297,15 @@ def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
 
 
 def read_dataset(folder: str | Path) -> dict[str, Any]:
-    """Reads and checks folder/dataset.json."""
+    """Reads folder/dataset.json; ends the script unless it is a consistent one of this format."""
     path = Path(folder) / "dataset.json"
     if not path.exists():
         fail(f"{folder} has no dataset.json, so it is not a complete dataset; build it")
-    return check_dataset(read_json(path), path)
-
-
-def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
-    """Ends the script unless value is a consistent dataset.json of this format."""
+    value = read_json(path)
     check_format(value, path, DATASET_FORMAT, "rebuild the dataset")
     files = value.get("files")
     if not isinstance(files, dict):
         fail(f"{path} lists no files; rebuild the dataset")
-    for name in files:
-        # The names of a downloaded dataset must not point out of the folder.
-        if not LISTED_NAME.fullmatch(name):
-            fail(f"{path} lists the file {name!r} with a bad path; rebuild the dataset")
     for name in FOLDERS:
         actual = fingerprint(files, name)
         # Datasets of earlier versions state none of sft/ and core/.
@@ -348,12 +323,13 @@ def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[
     The old folder stays until the new one is complete; in between dataset.json lists neither.
     """
     dataset = read_dataset(root)
-    remove_leftovers(root)
     files = dataset["files"]
     others = {path: files[path] for path in files if not path.startswith(f"{name}/")}
     new = root / f".{name}.new.tmp"
     old = root / f".{name}.old.tmp"
     written: dict[str, Any] = {}
+    for leftover in (new, old):  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         yield new, written
         write_dataset(root, {**dataset, "files": others})

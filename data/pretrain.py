@@ -37,7 +37,6 @@ from dataset import (
     read_dataset,
     read_header,
     read_json,
-    remove_leftovers,
     run,
     sha256_file,
     sha256_matches,
@@ -46,7 +45,7 @@ from dataset import (
     write_json,
     write_shard,
 )
-from sources import Source, add_source_flags, check_flags, identify, in_threads, local_paths
+from sources import Source, add_source_flags, check_flags, in_threads, local_paths
 from tiktoken import Encoding
 from tqdm import tqdm
 
@@ -56,7 +55,6 @@ LITTLE_VAL = 50_000  # bytes of validation text
 # Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
     **dict.fromkeys("max_documents max_bytes val_source val_documents tokenizer vocab_size pattern".split()),
-    "tokenizer_chars": tokenizer.MAX_CHARS,
     "shard_tokens": SHARD_TOKENS,
 }
 
@@ -209,7 +207,7 @@ def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     source = Source.of(args)
     flags = ["name", "text_field", "val_documents", "max_documents", "max_bytes"]
-    flags += ["shard_tokens", "vocab_size", "tokenizer_chars"]
+    flags += ["shard_tokens", "vocab_size"]
     settings = {
         "inputs": source.inputs,
         "val_fraction": source.val_fraction,
@@ -225,8 +223,6 @@ def build(args: argparse.Namespace) -> None:
     else:
         if not progress.tokenizer_sha256:
             check_documents(source)
-        for folder in (args.out, args.out / "pretrain"):
-            remove_leftovers(folder)
         make_tokenizer(args, source, progress)
         write_shards(args, source, progress)
         finish(progress)
@@ -261,8 +257,7 @@ def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Pr
         start = time.perf_counter()
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
         text = source.tokenizer_text()
-        spec = tokenizer.train(text, args.vocab_size, args.tokenizer_chars, pattern=pattern)
-        write_json(path, spec)
+        write_json(path, tokenizer.train(text, args.vocab_size, pattern))
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
 
     sha256 = sha256_file(path)
@@ -336,7 +331,7 @@ def import_shards(args: argparse.Namespace) -> None:
     paths = local_paths(specs, (".bin",))
     by_split = sort_by_split(paths, ", ".join(specs))
     settings = {
-        "inputs": [identify(path) for path in paths],
+        "inputs": [[path.name, path.stat().st_size, sha256_file(path)] for path in paths],
         "name": args.name,
         "tokenizer": sha256_file(args.tokenizer),
         "hosted_shards": True,
@@ -410,14 +405,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--name", help="name in dataset.json (default: the directory's)")
     tokenizer.add_training_flags(parser)
     add("--tokenizer", type=Path, help="tokenizer.json to use (default: a new one is trained)")
-    characters = "characters to train a new tokenizer on [%(default)s]"
-    add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard [%(default)s]")
     threads = "number of encoding threads (default: all cores, up to 16)"
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()
 
-    check_flags(args, shard_tokens=1, workers=1, val_documents=1, tokenizer_chars=1)
+    check_flags(args, shard_tokens=1, workers=1, val_documents=1)
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
     return args

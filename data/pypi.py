@@ -3,7 +3,8 @@
     python data/pretrain.py --source pypi:p34 --out data/shards/p34  # 36.8 million tokens
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
     python data/pretrain.py --source pypi:p400 --out data/shards/p400   # 387.5 million
-    python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
+
+The same command compares a complete dataset with the lock, layer by layer.
 
 data/pypi_lock.json lists the wheels (version, sha256, licence) and the hashes of what is made from
 them. pip downloads them from its configured index to data/shards/wheels or $DECODERSTACK_WHEELS.
@@ -53,7 +54,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from dataset import check_file, fail, read_dataset, read_json, run, sha256_matches, write_atomic
+from dataset import fail, read_dataset, read_json, run, sha256_matches, write_atomic
 from tqdm import tqdm
 
 LOCK = Path(__file__).parent / "pypi_lock.json"
@@ -505,16 +506,6 @@ def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
 # ==== commands
 
 
-def verify(name: str, out: Path, workers: int) -> None:
-    """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
-    dataset = read_dataset(out)
-    make_corpus(read_json(LOCK), name, workers)
-    print(f"wheels and documents match pypi:{name}")
-    for path, entry in dataset["files"].items():
-        check_file(out / path, entry)
-    compare_dataset(out, name)
-
-
 def write_lock(name: str, out: Path | None, workers: int) -> None:
     """Notes the documents of a set, or, with a dataset that was built since, all the rest."""
     lock = read_json(LOCK)
@@ -539,18 +530,13 @@ def format_lock(lock: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
-    parser.add_argument("command", choices=["verify", "lock"], help="check a dataset, or rewrite pypi_lock.json")
+    parser = argparse.ArgumentParser(description="Rewrite what pypi_lock.json states of a set.")
+    parser.add_argument("command", choices=["lock"], help="note the documents, or the dataset if one is given")
     parser.add_argument("set", help="name of a set: p34, p100 or p400")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
     parser.add_argument("--workers", type=int, default=1, help="number of reading processes [%(default)s]")
     args = parser.parse_args()
-    if args.command == "verify" and not args.data:
-        fail("verify needs a dataset directory, e.g. data/shards/p34")
-    if args.command == "verify":
-        verify(args.set, args.data, args.workers)
-    else:
-        write_lock(args.set, args.data, args.workers)
+    write_lock(args.set, args.data, args.workers)
 
 
 if __name__ == "__main__":

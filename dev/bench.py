@@ -1,13 +1,16 @@
 # ruff: noqa: E402
-"""Speed of a training script on random documents: start-up, steps of each stage, time by section.
+"""Speed of a training script on random documents: start-up, steps of each stage, time by section and kernel.
 
     python dev/bench.py                                        the recipe of train_small.py
     python dev/bench.py --script train_medium.py               that of train_medium.py
     python dev/bench.py @runs/b34.args --attention triton      any flags of the script; --steps: timed steps
+    python dev/bench.py --trace out/trace.json                 also the slowest kernels, and a trace
     torchrun --standalone --nproc_per_node=8 dev/bench.py      several GPUs
 
 Steps are calls of train_step with batches from a PackLoader. The table by section comes from 3 more steps of the last
-stage under torch.profiler. The last line is the result as JSON.
+stage under torch.profiler. Open a trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1
+if there was a graph break, or if steps and a validation in each stage compiled anything after the warm-up; torch prints
+why. The last line is the result as JSON.
 """
 
 import time
@@ -34,6 +37,7 @@ from unittest import mock
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
 
 SCRIPTS = ("train_small.py", "train_medium.py")
 chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -43,8 +47,10 @@ if script not in SCRIPTS:
     sys.exit(f"error: --script {script} is not one of {', '.join(SCRIPTS)}")
 ts = importlib.import_module(Path(script).stem)
 
+STEPS = 30  # timed ones of a stage, without --steps
 UNMEASURED = 5  # steps before the timed ones of a stage
 PROFILED = 3
+SLOWEST = 25  # kernels that are printed with a trace
 SECTIONS = ("attention", "MLP", "qkv and o products", "head and loss", "elementwise", "embeddings", "NorMuon",
             "RMSProp", "Adam", "communication", "copies", "other")  # fmt: skip
 # The first pattern that is found in the name of a kernel, or of an operator around its launch, decides. "elementwise"
@@ -71,23 +77,23 @@ PATTERNS = (
 )  # fmt: skip
 
 
-def make_parser(name: str, doc: str, steps: int) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The flags of the training script; here --steps are measured steps."""
     parser = ts.build_parser()
     parser.add_argument("--script", help=f"one of {', '.join(SCRIPTS)} (default {SCRIPTS[0]})")
-    parser.prog = name
-    parser.description = f"{doc.splitlines()[0]} Here --steps are the measured steps ({steps})."
-    parser.set_defaults(steps=steps)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="file for a trace (default: none)")
+    parser.description = f"{__doc__.splitlines()[0]} Here --steps are the measured steps ({STEPS})."
+    parser.set_defaults(steps=STEPS)
     return parser
 
 
-def make_config(args: argparse.Namespace, others: int) -> ts.Config:
-    """The Config of the flags, long enough for --steps and `others` in each stage."""
+def make_config(args: argparse.Namespace) -> ts.Config:
+    """The Config of the flags, long enough for all steps in each stage."""
     if args.steps < 1:
         raise ts.UserError(f"--steps {args.steps} must be at least 1")
     config = ts.make_config(argparse.Namespace(**{**vars(args), "steps": None}))
     smallest = min(stage.fraction for stage in config.stage_table)
-    num_steps = (args.steps + others + 5) / smallest
+    num_steps = (args.steps + UNMEASURED + PROFILED + 5) / smallest
     tokens = math.ceil(num_steps * config.step_tokens)
     stages = tuple(dataclasses.astuple(stage) for stage in config.stage_table)  # those of the recipe's own length
     return dataclasses.replace(config, tokens=tokens, stages=stages, max_epochs=10**6)
@@ -182,6 +188,25 @@ def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: floa
         "memory_gib": ts.peak_memory_gib(device),
         "loss": loss,
     }
+
+
+def validate(state: ts.TrainState, dataset) -> None:
+    """A validation of two micro-batches, with the windows of the current stage."""
+    config = state.config
+    few = dataclasses.replace(config, val_tokens=2 * state.micro_packs * config.pack_tokens)
+    documents = ts.scored_documents(ts.validation_documents(dataset, few), few)
+    batch = ts.validation_batch(documents, few, 0)
+    ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
+    ts.bits_per_byte(state.model, batch, state.micro_packs, ones, state.ranks)
+
+
+def compilations() -> dict[str, int]:
+    """How much has been compiled so far: graphs of torch.compile, and variants of the script's Triton kernels."""
+    variants = 0
+    for value in vars(ts).values():
+        for cache in getattr(value, "device_caches", {}).values():
+            variants += len(cache[0])
+    return {"graphs": counters["stats"]["unique_graphs"], "triton_kernels": variants}
 
 
 @contextlib.contextmanager
@@ -357,6 +382,37 @@ def section_table(rows: list[Row], steps: int) -> tuple[dict[str, float], float,
     return fractions, total, "\n".join(lines)
 
 
+def kernel_table(rows: list[Row], steps: int) -> str:
+    """The kernels that take most of a step."""
+    times = collections.Counter()
+    calls = collections.Counter()
+    for row in rows:
+        key = (row.event["name"], row.section, row.phase)
+        times[key] += row.microseconds / steps / 1e3
+        calls[key] += 1
+    lines = [f"{'ms of a step':>12}{'calls':>7}{'us each':>9}  {'section':19}{'phase':10} name"]
+    for key, ms in times.most_common(SLOWEST):
+        name, section, phase = key
+        number = calls[key] / steps
+        each = ms / number * 1e3
+        lines.append(f"{ms:12.3f}{number:7.1f}{each:9.1f}  {section:19}{phase:10} {name[:90]}")
+    return "\n".join(lines)
+
+
+def write_trace(path: Path, trace: dict, rows: list[Row]) -> None:
+    """Writes a trace with the section of each event, and a line of sections above the kernels of the GPU."""
+    for row in rows:
+        event = row.event
+        event.setdefault("args", {})["section"] = row.section
+        if event["cat"] != "cpu_op":
+            section = {"name": row.section, "cat": "section", "args": {"phase": row.phase}}
+            trace["traceEvents"].append({**event, **section, "pid": -1})
+    title = {"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}}
+    trace["traceEvents"].append(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace), encoding="utf-8")
+
+
 # -- the whole
 
 
@@ -393,6 +449,7 @@ def time_stages(state: ts.TrainState, dataset, steps: int, say) -> list[dict]:
     stages = []
     for index in range(len(state.config.stage_table)):
         row = time_stage(state, dataset, index, steps, peak)
+        validate(state, dataset)
         stages.append(row)
         say(
             f"stage {index} | {row['tokens']:,} tokens, windows {row['windows']} | {row['ms']:.1f} ms "
@@ -413,11 +470,13 @@ def recipe_speed(config: ts.Config, stages: list[dict]) -> float:
 
 
 def main() -> dict:
-    args = make_parser("bench.py", __doc__, 30).parse_args()
-    config = make_config(args, UNMEASURED + PROFILED)
+    args = build_parser().parse_args()
+    config = make_config(args)
     ranks = ts.start_ranks()
     say = print if ranks.is_main else (lambda text: None)
     state, seconds = start_up(config, ranks, say)
+    warm = compilations()
+    torch._logging.set_logs(recompiles=True)
 
     dataset = random_dataset(config)
     stages = time_stages(state, dataset, args.steps, say)
@@ -427,10 +486,21 @@ def main() -> dict:
     last = len(stages) - 1
     micro_batch = micro_batch_tokens(state)
     trace = trace_steps(state, dataset, last, PROFILED)
-    fractions, step_ms, table = section_table(kernels(trace, config, micro_batch), PROFILED)
+    rows = kernels(trace, config, micro_batch)
+    fractions, step_ms, table = section_table(rows, PROFILED)
     busy = step_ms / stages[last]["ms"]
     on_gpu = ranks.device.type == "cuda"
     say(f"\n{'GPU' if on_gpu else 'CPU'} time in a step of stage {last} ({busy:.0%} of the timed step)\n{table}")
+    if args.trace and ranks.is_main:
+        say(f"\n{kernel_table(rows, PROFILED)}\ntrace: {args.trace}")
+        write_trace(args.trace, trace, rows)
+
+    recompiles = sum(compilations().values()) - sum(warm.values())
+    breaks = sum(counters["graph_break"].values())
+    say(f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks")
+    say(f"compiled after the warm-up: {recompiles} (expected 0)")
+    for reason, number in counters["graph_break"].items():
+        say(f"graph break, {number} times: {reason}")
     return {
         "device": torch.cuda.get_device_name() if on_gpu else ranks.device.type,
         "world": ranks.world,
@@ -444,16 +514,19 @@ def main() -> dict:
         "stages": stages,
         "sections": fractions,
         "busy": busy,
+        "graph_breaks": breaks,
+        "recompiles": recompiles,
+        "failed": bool(breaks or recompiles),
     }
 
 
-def run(command) -> int:
-    """Prints the result of a command as the last line; returns its exit code."""
+def run() -> int:
+    """Prints the result as the last line; returns the exit code."""
     try:
-        result = command()
+        result = main()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             print(json.dumps(result), flush=True)
-        return int(result.get("failed", False))
+        return int(result["failed"])
     except ts.UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -463,4 +536,4 @@ def run(command) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run())

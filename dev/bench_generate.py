@@ -134,13 +134,14 @@ COLUMNS = {
 
 
 def main() -> dict:
-    parser = bench.make_parser("bench_generate.py", __doc__, 1)
+    parser = ts.build_parser()
     parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="batch sizes %(default)s")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens per prompt [%(default)s]")
     parser.add_argument("--new", type=int, default=128, help="new tokens per prompt [%(default)s]")
     args = parser.parse_args()
-    config = bench.make_config(args, 0)
+    config = ts.make_config(args)
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
     compile = cuda and config.compile
@@ -166,4 +167,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(bench.run(main))
+    sys.exit(ts.run_command(main))

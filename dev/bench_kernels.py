@@ -1,7 +1,7 @@
 # ruff: noqa: B023, E402, E731
 """Times every kernel of the scripts on a CUDA device against plain PyTorch; tests/test_kernels.py checks them.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [qkv] [fp8]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [qkv]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The exit code is 1 if a kernel
@@ -10,10 +10,9 @@ failed.
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-NAMES = ("ce", "sym", "mlp", "attention", "qkv", "fp8")
+NAMES = ("ce", "sym", "mlp", "attention", "qkv")
 
 
 def parse() -> argparse.Namespace:
@@ -52,19 +51,17 @@ def attempt(name: str, function, tiles=False) -> None:
         print(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {reason}", flush=True)
 
 
-def measure(function, graph=False) -> float:
+def measure(function) -> float:
     import triton
 
-    if graph:  # as in training; launched one by one, small kernels wait for the host
-        return triton.testing.do_bench_cudagraph(function, rep=40, return_mode="median")
     return triton.testing.do_bench(function, warmup=8, rep=40, return_mode="median")
 
 
-def timed(name: str, function, flop=0, moved=0, kind="bf16", graph=False) -> None:
+def timed(name: str, function, flop=0, moved=0, kind="bf16") -> None:
     """Milliseconds, TFLOP/s and GB/s of a function, with per cent of the device's limits."""
 
     def one():
-        ms = measure(function, graph)
+        ms = measure(function)
         line = f"{name:52}{ms:8.3f} ms "
         if flop:
             tflops = flop / ms / 1e9
@@ -291,47 +288,7 @@ def time_qkv() -> None:
         timed("  norm_rotate_grad", backward, moved=13 * T * D)
 
 
-# ---- fp8 products of a layer, at the widths of both models
-
-
-def fp8_cases() -> Iterator[tuple]:
-    """Parts of a layer: name, function(leaves, fp8), its leaves, gradients of what it returns, FLOPs both ways."""
-    for T, D, H in ((65536, 768, 6), (32768, 1536, 12)):
-        x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
-        heights = (4 * D, 4 * D, 3 * D, D)
-        up, down, w, o = (randn(n, D, scale=D**-0.5).requires_grad_() for n in heights)
-        _, *rotary, grads = rotate_case(T, H)
-        grads = [g.mul_(1e-6) for g in grads]
-        g = randn(T, D, scale=1e-6)
-
-        def weights8(weights, fp8):
-            return [K.to_weights8(w[None])[0] if fp8 else None for w in weights]
-
-        def project(leaves, fp8, rotary=rotary):
-            return K.project_qkv(*leaves, *rotary, *weights8(leaves[1:], fp8))
-
-        def mlp(leaves, fp8):
-            return K.mlp_relu2(*leaves, *weights8(leaves[1:], fp8))
-
-        def product(leaves, fp8):
-            return K.linear8(*leaves, *weights8(leaves[1:], fp8))
-
-        yield f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D
-        yield f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D
-        if D > 768:
-            yield f"o {T} x {D}", product, (x, o), g, 6 * T * D * D
-
-
-def time_fp8() -> None:
-    for name, function, leaves, gradients, flop in fp8_cases():
-        for kind in ("bf16", "fp8"):
-            torch._dynamo.reset()
-            compiled = torch.compile(function, fullgraph=True, dynamic=False)
-            both = lambda: torch.autograd.grad(compiled(leaves, kind == "fp8"), leaves, gradients)
-            timed(f"{name}, {kind}, both ways", both, flop=flop, kind=kind, graph=True)
-
-
-PARTS = dict(zip(NAMES, (time_ce, time_sym, time_mlp, time_attention, time_qkv, time_fp8), strict=True))
+PARTS = dict(zip(NAMES, (time_ce, time_sym, time_mlp, time_attention, time_qkv), strict=True))
 
 
 def main() -> int:
@@ -339,8 +296,8 @@ def main() -> int:
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
         sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
     if not K.has_fp8_products(randn(8, 8)):
-        parts = [part for part in parts if part not in ("mlp", "qkv", "fp8")]
-        print("mlp, qkv and fp8 skipped: they need the shared memory of a Hopper or a B200")
+        parts = [part for part in parts if part not in ("mlp", "qkv")]
+        print("mlp and qkv skipped: they need the shared memory of a Hopper or a B200")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     limits()

@@ -1,15 +1,13 @@
-"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that disconnect.
+"""Speed of a running server: tokens a second and time to the first token.
 
     python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
-    python dev/bench_serve.py --soak 10000               10,000 requests of 64 clients, a third disconnects
-    python dev/bench_serve.py --smoke                    a few requests, on any machine
 
 The server itself is measured with a model that takes little time, such as one of runs/tiny.args.
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
 the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
 to the first token is from the start of a connection to the first event with text. "cpu us" is the processor time of the
-server for each token, and a soak reads its memory, both from /metrics (Linux). The clients are threads of processes of
+server for each token, from /metrics (Linux). The clients are threads of processes of
 their own, so that what is measured is the server. The last line is the result as JSON.
 """
 
@@ -28,6 +26,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 HOST = "127.0.0.1"
+PROCESSES = 4  # that the clients are spread over
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('DECODERSTACK_API_KEY')}"}
 WORDS = "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
 SEEDS = itertools.count()  # of requests: no question comes twice, as the server would know it
@@ -39,50 +38,41 @@ class Outcome:
 
     tokens: int = 0
     first: float = 0.0  # seconds to the first text
-    aborted: bool = False  # the client disconnected in the middle
     error: str = ""
 
 
-def ask(port: int, chat: bool, rng: random.Random, tokens: int, abort_after: int = 0) -> Outcome:
-    """One request; the client disconnects after so many events, if that is not 0."""
+def ask(port: int, rng: random.Random, tokens: int) -> Outcome:
+    """One request."""
     question = " ".join(rng.choices(WORDS, k=rng.randint(5, 40)))
     body = {
+        "prompt": question,
         "max_tokens": tokens,
         "temperature": 0.8,
         "seed": rng.randrange(2**31),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    path = "/v1/completions"
-    body["prompt"] = question
-    if chat:
-        path = "/v1/chat/completions"
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-
     outcome = Outcome()
     began = time.perf_counter()
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     try:
-        connection.request("POST", path, json.dumps(body), HEADERS)
+        connection.request("POST", "/v1/completions", json.dumps(body), HEADERS)
         response = connection.getresponse()
         if response.status != 200:
             outcome.error = f"{response.status} {response.reason}"
             return outcome
         events = (line[6:] for line in response if line.startswith(b"data: "))
-        for count, data in enumerate(events, 1):
+        for data in events:
             if data.startswith(b"[DONE]"):
                 return outcome
             event = json.loads(data)
             if "error" in event:
                 outcome.error = event["error"]["message"]
                 return outcome
-            if not outcome.first and any(has_text(choice) for choice in event["choices"]):
+            if not outcome.first and any(choice["text"] for choice in event["choices"]):
                 outcome.first = time.perf_counter() - began
             if event.get("usage"):
                 outcome.tokens = event["usage"]["completion_tokens"]
-            if count == abort_after:
-                outcome.aborted = True
-                return outcome
         outcome.error = "the stream ended without [DONE]"
     except (OSError, http.client.HTTPException) as error:
         outcome.error = f"{type(error).__name__}: {error}"
@@ -91,25 +81,18 @@ def ask(port: int, chat: bool, rng: random.Random, tokens: int, abort_after: int
     return outcome
 
 
-def has_text(choice: dict) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
-
-
 # ---- load
 
 
-def run_clients(port: int, chat: bool, tokens: int, clients: int, abort_fraction: float, seeds: list) -> list[Outcome]:
-    """The requests of each seed, by so many threads: until all tokens came, or one that may be aborted."""
+def run_clients(port: int, tokens: int, clients: int, seeds: list) -> list[Outcome]:
+    """The requests of each seed, by so many threads, until all tokens came."""
 
     def work(seed: int) -> list[Outcome]:
         rng = random.Random(seed)
-        if abort_fraction:
-            aborts = rng.random() < abort_fraction
-            return [ask(port, chat, rng, tokens, rng.randint(1, 1 + tokens // 8) if aborts else 0)]
-        outcomes = [ask(port, chat, rng, tokens)]
+        outcomes = [ask(port, rng, tokens)]
         rest = tokens - outcomes[0].tokens
         while rest > 0 and outcomes[-1].tokens and not outcomes[-1].error:
-            outcomes.append(ask(port, chat, rng, rest))
+            outcomes.append(ask(port, rng, rest))
             rest -= outcomes[-1].tokens
         return outcomes
 
@@ -117,9 +100,9 @@ def run_clients(port: int, chat: bool, tokens: int, clients: int, abort_fraction
         return list(itertools.chain.from_iterable(threads.map(work, seeds)))
 
 
-def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict:
-    """The result of so many clients together, spread over a few processes; without aborts, answers are in full."""
-    processes = min(args.processes, clients)
+def load(args, clients: int, requests: int) -> dict:
+    """The result of so many clients together, spread over a few processes."""
+    processes = min(PROCESSES, clients)
     seeds = list(itertools.islice(SEEDS, requests))
     cpu = metric(args.port, "process_cpu_seconds_total")
     began = time.perf_counter()
@@ -127,8 +110,7 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict
         parts = []
         for i in range(processes):
             threads = clients // processes + (i < clients % processes)
-            settings = (args.port, args.chat, args.tokens, threads, abort_fraction)
-            parts.append(pool.submit(run_clients, *settings, seeds[i::processes]))
+            parts.append(pool.submit(run_clients, args.port, args.tokens, threads, seeds[i::processes]))
         outcomes = [outcome for part in parts for outcome in part.result()]
     seconds = time.perf_counter() - began
     cpu = metric(args.port, "process_cpu_seconds_total") - cpu
@@ -145,7 +127,6 @@ def load(args, clients: int, requests: int, abort_fraction: float = 0.0) -> dict
         "first_ms": round(1000 * float(np.median(firsts)), 1),
         "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1),
         "short": len(outcomes) - requests,
-        "aborted": sum(outcome.aborted for outcome in outcomes),
         "cpu_us": round(1e6 * cpu / max(tokens, 1), 1),
         "errors": len(errors),
         "first_error": errors[0] if errors else "",
@@ -165,25 +146,7 @@ def metric(port: int, name: str) -> float:
     return samples.get(name, float("nan"))
 
 
-def soak(args) -> dict:
-    """Requests in four parts, with the memory of the server between them."""
-    parts = []
-    memory = [metric(args.port, "process_resident_memory_bytes") / 2**20]
-    for _ in range(4):
-        parts.append(load(args, args.clients[-1], args.soak // 4, abort_fraction=1 / 3))
-        memory.append(metric(args.port, "process_resident_memory_bytes") / 2**20)
-        print(row(parts[-1]), f"  memory {memory[-1]:.1f} MiB", flush=True)
-    time.sleep(1)
-    total = {name: sum(part[name] for part in parts) for name in ("requests", "aborted", "errors")}
-    growth = 100 * (memory[-1] / memory[1] - 1)  # from the end of the first part, which fills what is kept
-    return total | {"memory_mib": memory, "growth_percent": growth, "health": json.loads(get(args.port, "/health"))}
-
-
-COLUMNS = "clients requests tokens_per_s first_ms first_ms_p95 short aborted cpu_us errors".split()
-
-
-def row(result: dict) -> str:
-    return "".join(f"{result[name]:>14}" for name in COLUMNS)
+COLUMNS = "clients requests tokens_per_s first_ms first_ms_p95 short cpu_us errors".split()
 
 
 def main() -> int:
@@ -193,32 +156,21 @@ def main() -> int:
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients %(default)s")
     add("--requests", type=int, default=4, help="requests per client; a single client sends four times as many")
     add("--tokens", type=int, default=128, help="length of each answer [%(default)s]")
-    add("--soak", type=int, default=0, metavar="N", help="a soak test of N requests, instead of the table")
-    add("--processes", type=int, default=4, help="number of processes to spread the clients over [%(default)s]")
-    add("--smoke", action="store_true", help="a quick run: two clients, three requests, answers of 8 tokens")
     args = parser.parse_args()
-    if args.smoke:
-        args.clients = [1, 2]
-        args.requests = 1
-        args.tokens = 8
     try:
-        args.chat = json.loads(get(args.port, "/v1/models"))["data"][0]["chat"]
-    except (OSError, ValueError, LookupError) as error:
+        get(args.port, "/health")
+    except OSError as error:
         print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
         return 1
     print("".join(f"{name:>14}" for name in COLUMNS), flush=True)
     load(args, 1, 1)  # warms up
-    if args.soak:
-        result = soak(args)
-    else:
-        result = []
-        for clients in args.clients:
-            requests = args.requests * clients * (4 if clients == 1 else 1)
-            result.append(load(args, clients, requests))
-            print(row(result[-1]), flush=True)
-    print(json.dumps(result))
-    failed = result["errors"] if args.soak else sum(part["errors"] for part in result)
-    return 1 if failed else 0
+    results = []
+    for clients in args.clients:
+        requests = args.requests * clients * (4 if clients == 1 else 1)
+        results.append(load(args, clients, requests))
+        print("".join(f"{results[-1][name]:>14}" for name in COLUMNS), flush=True)
+    print(json.dumps(results))
+    return int(any(result["errors"] for result in results))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ The numbers are compute capabilities times ten; without any: A100, L4, H100, B20
 script, runs/engine/kernel.py and runs/lib/choices.py call them, on tensors of the host, and Triton goes as far as the
 machine code (its ptxas needs no GPU).
 With --quick only the forms that training and decoding of the default recipe need are compiled.
-Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
-KiB of a program, and must stay below the GPU's limit. Exit code 1 if a kernel does not fit. This says nothing
+The shared memory of a program must stay below the GPU's limit: exit code 1 if a kernel does not fit. This says nothing
 about speed: dev/bench_kernels.py does.
 """
 
@@ -15,10 +14,7 @@ about speed: dev/bench_kernels.py does.
 import argparse
 import importlib
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 # KiB that one program may have: table of compute capabilities in NVIDIA's CUDA C++ Programming Guide.
@@ -45,7 +41,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
 import torch
-import triton
 from engine import kernel
 from lib import choices
 from lib.kernel_cache import launch_kernels
@@ -95,17 +90,6 @@ def launches(script, config, quick: bool) -> None:
     choices.choice_attention(q, k, v, *new(3, T, dtype=torch.int32))
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of it that spilled."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
-
-
 def main() -> None:
     args = parse()
     device = NoDevice()
@@ -125,16 +109,15 @@ def main() -> None:
         kernel = run(self, *arguments, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            registers, spilled = resources(kernel.asm["cubin"])
             fits = kernel.metadata.shared <= 1024 * SHARED[device.arch]
             misfits += not fits
-            used = f"{registers:9} {spilled:7} {kernel.metadata.shared / 1024:11.1f}"
             verdict = "" if fits else "  DOES NOT FIT"
-            print(f"{device.arch / 10:4.1f} {self.fn.__name__:26} {used}{verdict}", flush=True)
+            shared = kernel.metadata.shared / 1024
+            print(f"{device.arch / 10:4.1f} {self.fn.__name__:26} {shared:11.1f}{verdict}", flush=True)
         return kernel
 
     JITFunction.run = compile_only
-    print(f"{'cap.':4} {'kernel':26} {'registers':>9} {'spilled':>7} {'shared, KiB':>11}")
+    print(f"{'cap.':4} {'kernel':26} {'shared, KiB':>11}")
     for device.arch in args.archs:
         launches(script, script.Config(), args.quick)
     if misfits:

@@ -42,6 +42,9 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "records"))
@@ -53,7 +56,16 @@ from text import p_text, table  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 BASE = "base"
-KEYS = ("script", "flags", "seeds", "variants", "grid")
+
+
+class SweepFile(BaseModel, extra="forbid", strict=True):
+    """The entries of a TOML file."""
+
+    script: str = "train_small.py"
+    flags: list[str] = []
+    seeds: list[int] = Field([0], min_length=1)
+    variants: dict[str, list[str]] = {}
+    grid: dict[str, Annotated[list, Field(min_length=1)]] = {}
 
 
 @dataclass
@@ -83,46 +95,26 @@ class Job:
 
 
 def read_sweep(path: Path) -> Sweep:
+    """The sweep of a TOML file. Raises UserError if it is none"""
     try:
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
-    for key, value in text.items():
-        if key not in KEYS:
-            raise UserError(f"{path} has the unknown entry {key}; known are {', '.join(KEYS)}")
-        if key in ("variants", "grid") and not isinstance(value, dict):
-            raise UserError(f"{path}: {key} must be a table, [{key}], not {value}")
-
-    script = ROOT / str(text.get("script", "train_small.py"))
+        file = SweepFile(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {name} is {first['input']!r}: {first['msg'].lower()}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    script = ROOT / file.script
     if not script.is_file():
         raise UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
-    seeds = text.get("seeds", [0])
-    whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
-    if not whole or not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
-    named = text.get("variants", {})
-    if BASE in named:
+    if BASE in file.variants:
         raise UserError(f"{path}: {BASE} is the name of the runs without changes; rename the variant")
-    variants = {BASE: []}
-    for name, flags in named.items():
-        variants[name] = words_of(flags, f"{path}: the variant {name}")
-    variants |= grid_variants(text.get("grid", {}), path)
-    return Sweep(script, words_of(text.get("flags", []), f"{path}: flags"), seeds, variants)
+    variants = {BASE: [], **file.variants, **grid_variants(file.grid)}
+    return Sweep(script, file.flags, list(dict.fromkeys(file.seeds)), variants)
 
 
-def words_of(value, what: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise UserError(f'{what} must be a list of words like ["--mudd-width", "0"], not {value}')
-    return value
-
-
-def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
+def grid_variants(grid: dict) -> dict[str, list[str]]:
     """{name: flags} for every combination of the values."""
-    for key, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{path}: {key} in [grid] must be a list of values, not {values}")
     out = {}
     for values in itertools.product(*grid.values()) if grid else ():
         pairs = list(zip(grid, values, strict=True))

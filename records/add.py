@@ -63,7 +63,7 @@ def read_run(run_dir: Path, script: str) -> dict:
     if not description["dataset_fingerprint"]:
         raise UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
     log = metrics.read_log(run_dir / "log.jsonl")
-    problems = rules.check_log(log, description["config"], description["machine"])
+    problems = rules.check_log(log, description["config"])
     files.raise_first([f"{run_dir}/log.jsonl: {problem}" for problem in problems])
     file = run_file(description, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
@@ -86,7 +86,7 @@ def run_file(description: dict, log: list[dict]) -> dict:
         "config": {key: value for key, value in config.items() if key not in flags.RUN_FIELDS},
         "machine": description["machine"],
         "starts": starts,
-        "scored": entry.scored_by(log),
+        "scored": metrics.split_log(log)[1][-1].get("scored"),  # older scripts do not state it
     }
 
 

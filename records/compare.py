@@ -1,6 +1,5 @@
 """Compares entries and run directories: table, differences, plot.
 
-    python records/compare.py                                         baselines/, by dataset and hardware
     python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --plot curves.png
 
@@ -14,11 +13,9 @@ import os
 from pathlib import Path
 
 import entry
-import files
 import plots
 import rules
 import text
-import tracks
 from files import UserError
 from metrics import METRICS, read_core, read_log, run_metrics
 from plots import Row, points, record_row
@@ -33,7 +30,7 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     run = entry.read_description(run_dir)
     machine = run["machine"]
     config = run["config"]
-    if problems := rules.check_log(log, config, machine):
+    if problems := rules.check_log(log, config):
         raise UserError(f"{run_dir} is not a finished run ({problems[0]})")
     data = run["dataset_fingerprint"] or config["data"]
     shared = rules.recipe_of(config), run["dataset_fingerprint"], rules.comparable(machine)
@@ -153,23 +150,16 @@ def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("folders", metavar="FOLDER", type=Path, nargs="*", help="entries, run directories (default baselines/)")
+    add("folders", metavar="FOLDER", type=Path, nargs="+", help="entries, run directories, or folders of them")
     add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
     add("--target", type=float, metavar="BPB", help="bits per byte, for a column with the p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="file for a plot of bits per byte (.png, .svg)")
     args = parser.parse_args(argv)
-    rows = read_rows(args.folders or [files.BASELINES])
+    rows = read_rows(args.folders)
     base = find_row(rows, args.baseline) if args.baseline else None
     if base and base not in rows:
         rows.insert(0, base)
-    # Of all entries, those of one dataset and hardware share a table, since others do not compare.
-    datasets = {dataset["fingerprint"]: name for name, dataset in tracks.read()["datasets"].items()}
-    groups = {}
-    for row in rows:
-        hardware = f"{row.num_devices} x {row.device}"
-        title = "" if args.folders else f"{datasets.get(row.data, row.data)} on {hardware}\n\n"
-        groups.setdefault(title, []).append(row)
-    blocks = [title + main_table(group, args.target) for title, group in groups.items()]
+    blocks = [main_table(rows, args.target)]
     if base:
         blocks.append(differences(rows, base))
     if args.plot:

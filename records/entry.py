@@ -9,7 +9,7 @@ from pathlib import Path
 
 import files
 from files import read_json
-from metrics import METRICS, loss_noise, read_core, read_log, run_metrics, split_log, summarize
+from metrics import METRICS, loss_noise, read_core, read_log, run_metrics, summarize
 from significance import welch
 
 SCRIPTS = ("small", "medium")
@@ -55,11 +55,6 @@ def read_logs(folder: Path, record: dict) -> list[list[dict]]:
 def read_run_files(folder: Path) -> list[dict]:
     """All run_SEED.json of an entry, in the order of their seeds."""
     return sorted(map(read_json, folder.glob("run_*.json")), key=lambda run: run["seed"])
-
-
-def scored_by(log: list[dict]) -> dict | None:
-    """What the last validation of a run scored; None in logs that do not state it."""
-    return split_log(log)[1][-1].get("scored")
 
 
 def hashes(folder: Path) -> dict[str, str]:

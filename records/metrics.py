@@ -1,7 +1,6 @@
 """Metrics of a run and of several seeds, from log.jsonl and core.csv; README.md defines them."""
 
 import csv
-import functools
 import gzip
 import json
 import math
@@ -41,17 +40,6 @@ def read_log(path: Path) -> list[dict]:
 def split_log(log: list[dict]) -> tuple[list[dict], list[dict]]:
     """(training lines, validation lines) of a log."""
     return [line for line in log if "loss" in line], [line for line in log if "val_bpb" in line]
-
-
-def losses(log: list[dict]) -> list[float]:
-    """The training losses of a log in nats per token, in the order of its lines."""
-    return [line["loss"] for line in split_log(log)[0]]
-
-
-@functools.lru_cache(maxsize=1000)
-def losses_of(path: Path, digest: str) -> list[float]:
-    """losses() of a log with this sha256, read once: verify.py compares every log with all others."""
-    return losses(read_log(path))
 
 
 def run_metrics(log: list[dict]) -> dict:

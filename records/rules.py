@@ -20,9 +20,6 @@ import tracks
 SAME_MACHINE = (
     "script_sha256", "device", "num_devices", "platform", "python", "torch", "triton", "cuda", "numpy",
 )  # fmt: skip
-# TFLOP/s that an MFU of 1 stands for, the largest of several models of a GPU.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "T4": 65}
-MIN_FLOPS = 0.7  # of the estimate in check_speed(): some layers lack attention
 
 
 def problems(folder: Path) -> list[str]:
@@ -35,17 +32,16 @@ def problems(folder: Path) -> list[str]:
         if record["format"] == 1:
             if files.sha256(folder / "record.json") != tracks.read()["format_1"].get(folder.name):
                 out.append("record.json: it is of format 1, and records/tracks.json does not hold its sha256")
-            runs = [{"config": record["config"], "machine": record["hardware"]} for _ in logs]
+            runs = [{"config": record["config"]} for _ in logs]
         else:
             out += check_runs(folder, record, runs)
         for run, log, file in zip(record["runs"], logs, runs, strict=True):
-            found = check_log(log, file["config"], file["machine"])
+            found = check_log(log, file["config"])
             out += [f"{run['log']}: {problem}" for problem in found]
         core_tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for path in core_tables:
             if metrics.read_core(path)[0] != metrics.read_core(core_tables[0])[0]:
                 out.append(f"{path.name}: it scores other examples than {core_tables[0].name}; score all runs alike")
-        out += check_copies(folder, record, logs)
         out += check_metrics(folder, record, logs)
     except (files.UserError, OSError) as error:
         out.append(str(error))
@@ -137,7 +133,7 @@ def planned_steps(config: dict) -> int:
     return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
 
 
-def check_log(log: list[dict], config: dict | None, machine: dict) -> list[str]:
+def check_log(log: list[dict], config: dict | None) -> list[str]:
     """What is wrong with a log: it must be complete, and its speeds must agree with each other."""
     train, val = metrics.split_log(log)
     if not train or not val:
@@ -163,37 +159,6 @@ def check_log(log: list[dict], config: dict | None, machine: dict) -> list[str]:
             stated = line.get(key, value)
             if not math.isclose(stated, value, rel_tol=1e-8):
                 out.append(f"step {line['step']}: {key} is {stated:.1f}, since the line before it was {value:.1f}")
-    return out + check_speed(metrics.run_metrics(log), config, machine)
-
-
-def check_speed(run: dict, config: dict | None, machine: dict) -> list[str]:
-    """MFU and tokens/s must allow for 6 FLOPs a token and weight of attention, MLP and head."""
-    sizes = ("num_layers", "width", "mlp_width", "vocab_size")
-    peak = next((peak for model, peak in PEAK_TFLOPS.items() if model in machine["device"]), None)
-    if not peak or not run["mfu"] or not config or not all(key in config for key in sizes):
-        return []
-    layers, width, mlp_width, vocab_size = (config[key] for key in sizes)
-    needed = 6 * width * (layers * (4 * width + 2 * mlp_width) + vocab_size)
-    spent = run["mfu"] * peak * 1e12 * machine["num_devices"] / run["tokens_per_second"]
-    if spent >= MIN_FLOPS * needed:
-        return []
-    speed = f"{run['tokens_per_second']:,.0f} tokens/s at {run['mfu']:.1%} MFU"
-    return [f"{speed} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
-
-
-def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
-    """No log is that of another seed or of another entry."""
-    others = {}
-    for path in sorted(folder.parent.glob("*/log_*.jsonl.gz")):
-        if path.parent != folder and not path.parent.name.startswith("."):
-            others[f"{path.parent.name}/{path.name}"] = metrics.losses_of(path, files.sha256(path))
-    out = []
-    for run, log in zip(record["runs"], logs, strict=True):
-        own = metrics.losses(log)
-        for name, losses in others.items():
-            if losses == own:
-                out.append(f"{run['log']}: its losses are those of {name}, so one of them is a copy")
-        others[run["log"]] = own
     return out
 
 

@@ -5,19 +5,16 @@
     python runs/chat.py out/RUN_HF              (of runs/huggingface/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
-/help lists the commands; Ctrl-C ends an answer or empties the line. The lines of a terminal are kept in
-~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between turns, so a turn computes
-only its own tokens. When the context is full, the oldest turns are dropped and a note says so. A model that was not
-finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt or a pipe did not get a
-complete answer.
+/help lists the commands; Ctrl-C ends an answer or empties the line. With a run directory, the KV cache is kept between
+turns, so a turn computes only its own tokens. When the context is full, the oldest turns are dropped and a note says
+so. A model that was not finetuned for chat continues the text instead. The exit code is 1 if a question from --prompt
+or a pipe did not get a complete answer.
 """
 
 import argparse
-import atexit
 import contextlib
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -398,7 +395,8 @@ class Chat:
         """Reads lines until /quit or the end."""
         terminal = sys.stdin.isatty()
         if terminal:
-            use_history()
+            with contextlib.suppress(ImportError):  # gives input() line editing; Windows has its own
+                import readline  # noqa: F401
             say("/help lists the commands")
         while True:
             try:
@@ -427,24 +425,6 @@ def read_lines(prompt: str) -> str:
         with contextlib.suppress(EOFError):
             text += input("... " if prompt else "")
     return text
-
-
-def use_history() -> None:
-    """Gives input() the terminal's line editing, with the lines of earlier chats."""
-    try:
-        import readline
-    except ImportError:  # Windows edits lines by itself
-        return
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    path = Path(state).expanduser() / "decoderstack" / "chat_history"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # only the user may read it
-        readline.read_history_file(path)
-    except OSError:
-        return
-    readline.set_history_length(1000)
-    atexit.register(readline.write_history_file, path)
 
 
 def talk(args: argparse.Namespace) -> None:

@@ -154,7 +154,6 @@ def evaluate(args: argparse.Namespace) -> dict:
     """Scores the tasks and writes the files. Returns what is printed last."""
     run = engine.load_run(args.run_dir, args.step)
     ranks = run.script.start_ranks()
-    chat_format.check_chat_tokens(run.tokenizer, args.run_dir)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
     samples = []

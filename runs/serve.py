@@ -5,8 +5,8 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions, /tokenize and
-/detokenize; runs/lib/protocol.py has their fields, CONNECT.md the lines for other clients.
+GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions and /v1/completions.
+runs/lib/protocol.py has their fields, CONNECT.md the lines for other clients.
 
 The event loop checks a request and submits it to the Worker (runs/lib/worker.py), a thread that owns the model and
 decodes up to --max-num-seqs answers together, each in a slot of its KV cache. Up to --max-queue-size more wait, and
@@ -167,8 +167,6 @@ class Server(uvicorn.Server):
             Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
             Route("/v1/chat/completions", partial(self.post, self.protocol.prepare_chat), methods=["POST"]),
             Route("/v1/completions", partial(self.post, self.protocol.prepare_texts), methods=["POST"]),
-            Route("/tokenize", partial(self.post, self.protocol.tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self.post, self.protocol.detokenize), methods=["POST"]),
         ]
 
     async def check_and_count(self, scope, receive, send) -> None:
@@ -224,11 +222,9 @@ class Server(uvicorn.Server):
         return Response(text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def post(self, action: Callable, http_request: HTTPRequest) -> Callable:
-        """The answer to a request, by an action of Protocol or by the model."""
+        """The answer to a request, which an action of Protocol reads."""
         data = await read_body(http_request)
         result = await asyncio.to_thread(action, data)
-        if not isinstance(result, Request):
-            return JSONResponse(result)
         if result.fields.response_format.type != "text":  # in threads of their own, as others must not wait
             await asyncio.get_running_loop().run_in_executor(self.compilers, self.protocol.set_masks, result)
         return partial(self.reply, result)

@@ -1,18 +1,12 @@
-"""A stand-in for the Hugging Face server on the loopback interface, as far as data/*.py and runs/export.py use it.
+"""A stand-in for the Hugging Face server on the loopback interface, as far as the tests use it.
 
-start_hub() serves repositories from a dict {repo: {path: bytes}}, each as a dataset and as a model, and records every
-request.
-Faults:
-    hub.break_after[path] = n     the next GET of the file drops the connection after n bytes (once)
-    hub.corrupt[path] = n         the next n GETs of the file deliver wrong bytes (-1: always)
-    hub.fail_posts[part] = n      the next n POSTs or PUTs whose path contains part answer 500
+start_hub() serves repositories from a dict {repo: {path: bytes}}, each as a dataset and as a model.
 """
 
 import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,36 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from processes import python, serving
-
-HUB = Path(__file__).resolve().parents[1] / "data" / "hub.py"
-# huggingface_hub waits up to 8 s before it tries again, here a tenth of that, and writes pieces of 10 MB, here 0.1 MB.
-IN_A_HURRY = """
-import os, runpy, sys, time
-from huggingface_hub import constants
-constants.DOWNLOAD_CHUNK_SIZE = 100_000
-sleep = time.sleep
-time.sleep = lambda seconds: sleep(seconds / 10)
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-TOKEN = "hf_AbCdEfSecretSecret"
+from processes import serving
 
 
 def names_of(hub: SimpleNamespace, folder: Path) -> dict[str, str]:
     """The environment in which huggingface_hub asks a hub, with its cache in a folder."""
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1"}
-
-
-def run_hub(hub: SimpleNamespace, *args: object, code: int = 0, **env: str) -> str:
-    """Runs data/hub.py, hurried, with hub.home as HF_HOME; stdout and stderr together, which never show the token."""
-    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN, **env}
-    done = python("-c", IN_A_HURRY, HUB, *args, env={**os.environ, "HF_HUB_DOWNLOAD_TIMEOUT": "1", **env})
-    output = done.stdout + done.stderr
-    assert done.returncode == code and TOKEN not in output and "Traceback" not in output, output
-    assert not code or re.search(r"^error: .+\n\Z", done.stderr, re.M), output
-    return output
 
 
 COMMIT = "c0ffee" + "0" * 34
@@ -76,15 +46,6 @@ def missing(code: str) -> Response:
     return JSONResponse({}, 404, {"X-Error-Code": code, "X-Error-Message": code})
 
 
-def fails(hub: SimpleNamespace, path: str) -> bool:
-    """Whether fail_posts has this request answer 500."""
-    for part, left in hub.fail_posts.items():
-        if part in path and left:
-            hub.fail_posts[part] -= 1
-            return True
-    return False
-
-
 def read(hub: SimpleNamespace, request: Request) -> Response:
     """The answer to GET and HEAD."""
     path = request.url.path
@@ -94,27 +55,16 @@ def read(hub: SimpleNamespace, request: Request) -> Response:
         return missing("RepoNotFound")
     files = hub.repos[found[1]]
     if "/resolve/" in path:
-        return send_file(hub, request, found[2], files[found[2]]) if found[2] in files else missing("EntryNotFound")
+        return send_file(files[found[2]]) if found[2] in files else missing("EntryNotFound")
     if "/tree/" in path:
         return JSONResponse([tree_entry(name, data) for name, data in sorted(files.items())])
     return JSONResponse({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
 
 
-def send_file(hub: SimpleNamespace, request: Request, name: str, data: bytes) -> Response:
+def send_file(data: bytes) -> Response:
     etag = f'"{hashlib.sha256(data).hexdigest()}"'
-    headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-    if request.method == "HEAD":
-        return Response(data, 200, headers)
-    if hub.corrupt.get(name, 0):
-        hub.corrupt[name] -= 1
-        middle = len(data) // 2
-        data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
-    status, start = 200, 0
-    if asked := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "")):
-        status, start = 206, int(asked[1])
-        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-    headers["Content-Length"] = str(len(data) - start)  # with fewer bytes than that, the connection is closed
-    return Response(data[start : start + hub.break_after.pop(name, len(data))], status, headers)
+    headers = {"ETag": etag, "X-Repo-Commit": COMMIT}
+    return Response(data, 200, headers)
 
 
 def post(hub: SimpleNamespace, path: str, body: bytes) -> Response:
@@ -146,7 +96,6 @@ def post(hub: SimpleNamespace, path: str, body: bytes) -> Response:
                 continue
             data = hub.blobs[value["oid"]] if item["key"] == "lfsFile" else base64.b64decode(value["content"])
             hub.repos[found[1]][value["path"]] = data
-            hub.committed.append(value["path"])
         return JSONResponse({"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
     return missing("RepoNotFound")
 
@@ -160,16 +109,14 @@ def put(hub: SimpleNamespace, path: str, body: bytes) -> Response:
 
 @contextlib.contextmanager
 def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
-    """A running server: .url, .repos, .requests [(method, path, Range)], .committed [path], faults."""
-    hub = SimpleNamespace(repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={})
+    """A running server: .url, .repos, .requests [(method, path)]."""
+    hub = SimpleNamespace(repos=repos, requests=[], blobs={})
 
     async def answer(request: Request) -> Response:
         path = request.url.path
-        hub.requests.append((request.method, path, request.headers.get("Range")))
+        hub.requests.append((request.method, path))
         if request.method in ("GET", "HEAD"):
             return read(hub, request)
-        if fails(hub, path):
-            return JSONResponse({"error": "made up"}, 500)
         return (post if request.method == "POST" else put)(hub, path, await request.body())
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT"])])

@@ -1,4 +1,4 @@
-"""What kernels compute, in plain PyTorch."""
+"""What kernels and models compute, in plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,15 @@ def window_attention(q, k, v, bounds):
     scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
+
+
+def own_logits(run, ids: list[int]) -> torch.Tensor:
+    """Logits (T, V) of a run's model behind each id of a text."""
+    count = len(ids)
+    borders = torch.tensor([0, count], dtype=torch.int32)
+    with torch.no_grad():
+        logits = run.model(torch.tensor(ids).int(), None, torch.arange(count), borders, count)
+    return logits[:, : run.tokenizer.vocab_size]
 
 
 def fp8_on_cpu(monkeypatch, script) -> None:

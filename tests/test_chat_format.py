@@ -62,7 +62,7 @@ REFUSED = {
 def server_ids(tokenizer, messages: list[dict]) -> list[int]:
     """A conversation as the server gives it to its model."""
     request = json.dumps({"messages": messages}).encode()
-    return Protocol("x", tokenizer, 1000, True, 1).tokenize(request)["tokens"]
+    return Protocol("x", tokenizer, 1000, True, 1).prepare_chat(request).sequences[0].completion.prompt
 
 
 @pytest.fixture(scope="module")

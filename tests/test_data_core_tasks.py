@@ -102,49 +102,22 @@ def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
     assert contents(data) != before and not list(data.rglob("*half*"))
 
 
-CHOICE = ITEMS["copa"][0]
-BAD_ITEMS = [
-    (b"[1]", "TypeError"),
-    (b"{", "JSONDecodeError"),
-    ({**CHOICE, "gold": 2}, "IndexError"),
-    ({**CHOICE, "gold": "0"}, "TypeError"),
-    ({"query": "x"}, "KeyError('choices')"),
-]
-
-
-@pytest.mark.parametrize(("item", "part"), BAD_ITEMS)
-def test_bad_items_are_named(data, bundle, item, part):
-    raw = item if isinstance(item, bytes) else json.dumps(item).encode()
-    (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
-    before = contents(data)
-    message = sentence(lambda: core_tasks.build(bundle, data, 64))
-    assert part in message and "eval_data/a/copa.jsonl line 3 is not an item of type multiple_choice" in message
-    assert contents(data) == before
-
-
-@pytest.mark.parametrize(("name", "old", "new", "part"), [
-    ("core.yaml", "copa", "../copa", "'../copa'"),
-    ("core.yaml", "[1]", "[99]", "too few for 99 shots"),
-    ("core.yaml", "a/copa.jsonl", '"a/copa', "core.yaml or eval_meta_data.csv is damaged"),
-    ("core.yaml", "a/copa.jsonl", "a/none", "eval_data/a/none of the bundle is missing"),
-    ("core.yaml", "schema", "essay", "'essay'"),
-    ("eval_meta_data.csv", "copa,50", "copa", "is damaged"),
+@pytest.mark.parametrize(("old", "new", "part"), [
+    ("copa", "../copa", "'../copa'"), ("[1]", "[99]", "too few for 99 shots"), ("schema", "essay", "'essay'")
 ])  # fmt: skip
-def test_bad_tables_are_named(data, bundle, name, old, new, part):
-    path = bundle / name
-    path.write_text(path.read_text().replace(old, new))
+def test_bad_tables_are_named(data, bundle, old, new, part):
+    for path in (bundle / "core.yaml", bundle / "eval_meta_data.csv"):
+        path.write_text(path.read_text().replace(old, new))
     assert part in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
 def test_texts_that_are_not_utf8(data, bundle):
-    """Wrong bytes end the script; a lone surrogate in JSON becomes a question mark, as everywhere."""
+    """A lone surrogate in JSON becomes a question mark, as everywhere."""
     path = bundle / "eval_data/a/lambada.jsonl"
     path.write_bytes(b'{"context": "a\\ud800", "continuation": "b"}\n')
     core_tasks.build(bundle, data, 64)
     with np.load(data / "core/lambada.npz", allow_pickle=False) as arrays:
         assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
-    path.write_bytes(b'{"context": "a\xff", "continuation": "b"}\n')
-    assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
 def test_the_public_bundle(data, bundle, tmp_path, monkeypatch, capsys):
@@ -179,4 +152,4 @@ def test_damaged_archives(bundle, tmp_path, ending):
     raw = path.read_bytes()
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)
-        assert "cannot be read" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))
+        assert "download it again" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))

@@ -132,7 +132,6 @@ def test_each_folder_has_its_own_fingerprint(tmp_path):
     assert info["sft"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
     lines = f"core/copa.npz {BB}\ntokenizer.json {CC}\n"
     assert info["core"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
-    assert "chat_eval" not in info
 
     # A stated fingerprint must be right, in each folder.
     for folder in ("sft", "core"):
@@ -157,11 +156,6 @@ def test_datasets_of_earlier_versions_are_read(tmp_path):
 
 @pytest.mark.parametrize(("old", "new", "part"), [
     (f'"{AA}"', f'"{BB}"', "is inconsistent"),
-    ("pretrain/val_000000.bin", "pretrain/\\u0000.bin", "bad path"),
-    ("pretrain/val_000000.bin", "pretrain/.val.bin", "bad path"),
-    ("pretrain/val_000000.bin", "pretrain/../../val.bin", "bad path"),
-    ("pretrain/val_000000.bin", "dataset.json", "bad path"),
-    ("pretrain/val_000000.bin", "/tmp/val_000000.bin", "bad path"),
     ("decoderstack-dataset-1", "other", "has format 'other'"),
     ("{", "", "is not a readable JSON file"),
 ])  # fmt: skip
@@ -249,7 +243,6 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], bos_id=255), "states another vocabulary (BOS 255,"),
     (lambda root: rewrite(root, [256, 1, 2, 256, 3], tokenizer_sha256=AA), "made with another tokenizer"),
     (lambda root: rewrite(root, [2] * 5, "sft/train_000000.mask.bin"), "is not a mask of the shard"),
-    (lambda root: change_tokenizer(root, pattern=r"\w+"), "its pattern loses text"),
     (lambda root: change_tokenizer(root, special_tokens={"<|bos|>": 257, "<|end|>": 256}), "a different bos_id"),
 ])  # fmt: skip
 def test_check_names_each_problem(tmp_path, change, words):

@@ -304,8 +304,6 @@ def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
     assert info["splits"]["val"]["documents"] == 2
     assert info["splits"]["train"]["documents"] == 22, "one of 23 is in validation"
     assert info["sources"][:2] == ["pypi:p34", "held-1.0-py3-none-any.whl"]
-    capsys.readouterr()
-    pypi.verify("p34", two, 2)
     assert "bit for bit" in capsys.readouterr().out
 
 
@@ -327,16 +325,15 @@ def test_no_reading_process_outlives_the_build(tmp_path, number):
     (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
 ])  # fmt: skip
 def test_the_first_layer_that_differs_is_named(locked, path, words):
-    """By verify, and each time by the command that built the dataset."""
+    """By the command that built the dataset."""
     lock = dataset.read_json(pypi.LOCK)
     inner = lock["sets"]["p34"]
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = "0" * 64
     pypi.LOCK.write_text(json.dumps(lock))
-    for action in (lambda: pypi.verify("p34", locked / "p34-1", 1), lambda: build(locked, "p34", 1)):
-        with pytest.raises(SystemExit, match=words):
-            action()
+    with pytest.raises(SystemExit, match=words):
+        build(locked, "p34", 1)
 
 
 def test_sets_share_validation_and_tokenizer(downloaded):
@@ -348,7 +345,7 @@ def test_sets_share_validation_and_tokenizer(downloaded):
     assert build(downloaded, "p100", 1) == downloaded / "p100-1", "a complete one is left alone"
 
 
-@pytest.mark.parametrize("flag, value", [("--max-documents", 5), ("--shard-tokens", 3000), ("--tokenizer-chars", 9000)])
+@pytest.mark.parametrize("flag, value", [("--max-documents", 5), ("--shard-tokens", 3000)])
 def test_a_dataset_made_with_other_flags_is_not_compared(locked, capsys, flag, value):
     build(locked, "p34", 2, flag, value)
     words = f"not compared with the lock, which is for a dataset built without {flag}\n"

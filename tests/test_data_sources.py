@@ -357,7 +357,7 @@ def test_hub_sources(tmp_path):
             ((spec, None, 40), "--val-source"),
             ((f"hf:{repo}/*.gz", None, 40), "matches '*.gz'"),
             (("hf:only-a-name", None, 40), "hf:OWNER/NAME/GLOB"),
-            (("hf:no/such/*.parquet", None, 40), "not found"),
+            (("hf:no/such/*.parquet", None, 40), "Repository Not Found"),
             (("climbmix", f"hf:{repo}/shard_00000.parquet", 40), "shard_00000.parquet is the same file as"),
             ((str(tmp_path / "x.parquet"), "climbmix", 40), "is the same file as x.parquet"),
         ]

@@ -76,10 +76,11 @@ def test_a_million_blanks(encoding):
     assert encoding.decode(tokenizer.encode(encoding, text).tolist()) == text
 
 
-def test_deterministic_and_capped():
+def test_deterministic_and_capped(monkeypatch):
     a = tokenizer.train(SAMPLE, 350)
     assert a == tokenizer.train(iter(SAMPLE), 350)
-    assert a == tokenizer.train([*SAMPLE, "zzzz " * 1000], 350, max_chars=sum(map(len, SAMPLE)))
+    monkeypatch.setattr(tokenizer, "MAX_CHARS", sum(map(len, SAMPLE)))
+    assert a == tokenizer.train([*SAMPLE, "zzzz " * 1000], 350)
     assert list(tokenizer.truncate(["abcd", "efgh", "ij"], 6, 3)) == ["abc", "efg"]
     assert list(tokenizer.truncate(["abcd", "efgh"], 4, 3)) == ["abc", "e"]
 
@@ -110,15 +111,9 @@ def spoil(path, target, change):
     (lambda v: v.update(format="x"), "format"),
     (lambda v: v.pop("pattern"), "damaged"),
     (lambda v: v["ranks"].__setitem__(300, "%%%"), "damaged"),
-    (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "ranks must be distinct"),
-    (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "cover all bytes"),
     (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "special ids must follow the ranks"),
     (lambda v: v["special_tokens"].clear(), "bos"),
     (lambda v: v.update(special_tokens=[391]), "damaged"),
-    (lambda v: v.update(pattern="("), "does not work"),
-    (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
-    (lambda v: v.update(pattern=r"\S+"), "loses text"),
-    (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches an empty string"),
     (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
 ])  # fmt: skip
 def test_bad_tokenizer_files(path, tmp_path, change, part):
@@ -128,7 +123,7 @@ def test_bad_tokenizer_files(path, tmp_path, change, part):
 
 
 def test_a_pattern_that_fails_later_is_named(path, tmp_path):
-    """One that passes the trial and backtracks on a text that the trial does not hold."""
+    """One that backtracks."""
     pattern = r"(\u4f60+\u4f60+)+(?=y)|[\s\S]"
     encoding = tokenizer.load(spoil(path, tmp_path / "t.json", lambda v: v.update(pattern=pattern)))
     with pytest.raises(SystemExit, match="the pattern fails on the text"):
@@ -166,6 +161,7 @@ def test_gpt2(tmp_path):
     assert out.read_bytes() == before
 
 
+TEST_TEXT = "".join(map(chr, range(0x250))) + "\n\n\n\n \n".join(chr(c) * 60 for c in range(32, 127))
 HARD_TEXT = "I'LL it's  \n\n x\t\ty 12345 \u0663\u0664 \u4f60\u597d!?\r\n \u00a0\u2003 e\u0301 \U0001f600\u200d end  "
 
 
@@ -175,7 +171,7 @@ def test_patterns_by_name(tmp_path, name):
     path = tmp_path / "t.json"
     dataset.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
     encoding = tokenizer.load(path)
-    for text in (HARD_TEXT, tokenizer.TEST_TEXT, " ", "\n \n", "a \n"):
+    for text in (HARD_TEXT, TEST_TEXT, " ", "\n \n", "a \n"):
         assert encoding.decode_bytes(tokenizer.encode(encoding, text).tolist()) == text.encode()
     assert tokenizer.describe(path)["pattern"] == name
 
@@ -222,7 +218,7 @@ def test_commands(tmp_path, path):
     size = len(text.encode(errors="replace"))
     result = run("show", "--tokenizer", out, "--text", text)
     assert result.returncode == 0 and f"{size} tokens for {size} bytes" in result.stdout, result.stderr
-    for flag, value in (("--doc-cap", -5), ("--max-chars", 0), ("--max-bytes", 0)):
+    for flag, value in (("--max-documents", -5), ("--max-bytes", 0)):
         result = run("train", "--source", source, "--vocab-size", 300, "--out", tmp_path / "new.json", flag, value)
         assert result.returncode == 1 and result.stderr.startswith(f"error: {flag} must be at least 1, found {value}")
     assert not (tmp_path / "new.json").exists()

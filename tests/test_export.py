@@ -13,13 +13,13 @@ import pytest
 import tiktoken
 import tokenizer
 import train_small as ts
-from dev.check_gguf import own_logits
 from lib import export_files
 from lib.export_tokenizer import convert_tokenizer, read_vocabulary
 from safetensors import SafetensorError
 from transformers import DataCollatorForLanguageModeling
 
 from commands import stops, write_run
+from references import own_logits
 from tiny import ROOT
 
 VARIED = [

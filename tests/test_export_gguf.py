@@ -6,9 +6,11 @@ llama.cpp comes from npm:
 """
 
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import dataset
@@ -20,7 +22,6 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import train_small as ts
-from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
 from lib import chat_format, export_portable
 from lib.command import RunError
 from lib.export_tokenizer import read_vocabulary
@@ -28,14 +29,25 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands import stops, write_run
+from references import own_logits
 from test_data_tokenizer import PUBLISHED
 from test_export import VARIED, export_run, random_texts
 from tiny import ROOT, frozen_code, portable_config, random_model
 
+NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / ".venv/node_modules"))
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
     reason="llama.cpp is not here; the header of this file names the command that installs it",
 )
+
+
+def ask_llama_cpp(folder: Path, model: Path, request: dict) -> dict:
+    asked = folder / "request.json"
+    answered = folder / "answer.json"
+    asked.write_text(json.dumps(request), encoding="utf-8")
+    command = ["node", ROOT / "tests/llama_cpp.mjs", NODE_MODULES, model, asked, answered]
+    subprocess.run(command, check=True)
+    return json.loads(answered.read_text(encoding="utf-8"))
 
 
 def portable_run(folder: Path, pattern: str = "qwen2", chat: bool = True, **overrides) -> Path:

@@ -539,9 +539,6 @@ def test_resume_bit_for_bit(request, tmp_path, kind, damage):
         ours = tensors_of(run_dir / part)
         theirs = tensors_of(reference / part)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    if kind == "lora":
-        note = "note: the run had finished; with more steps"
-        assert note in call(main, "--resume", "--run-dir", run_dir, "--steps", 7)[1] and note not in out
 
 
 def test_sigterm_saves_and_ends(folder, reference, tmp_path, monkeypatch):

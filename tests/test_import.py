@@ -56,8 +56,8 @@ class Refuse:
         assert name not in ("torch", "transformers", "datasets"), f"--help waits for {name}"
 sys.meta_path.insert(0, Refuse())
 """
-# The first three have the flags of a training script, which they import; the last has none.
-WITHOUT = {"bench.py", "bench_generate.py", "profile_step.py", "check_requirements.py"}
+# The first two have the flags of a training script, which they import; the last has none.
+WITHOUT = {"bench.py", "bench_generate.py", "check_requirements.py"}
 FOLDERS = ("data", "runs", "runs/huggingface", "runs/encoder", "records", "dev")
 COMMANDS = [path.relative_to(ROOT).as_posix() for folder in FOLDERS
             for path in sorted((ROOT / folder).glob("*.py")) if path.name not in WITHOUT

@@ -544,9 +544,9 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: set() for name in ("8.0", "9.0", "12.0")}
-    for arch, kernel, registers, _, shared in (line.split() for line in done.stdout.splitlines()[1:]):
+    for arch, kernel, shared in (line.split() for line in done.stdout.splitlines()[1:]):
         found[arch].add(kernel)
-        assert 16 <= int(registers) <= 255 and float(shared) < 227
+        assert float(shared) < 227
     kernels = set()
     for file in (PATH, PATH.parent / "runs/engine/kernel.py", PATH.parent / "runs/lib/choices.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))

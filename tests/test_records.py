@@ -220,7 +220,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     """Records and run directories give the same rows; the reference is found by a pattern."""
     bpb = {name: [log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ab"}
     picture = tmp_path / "curves.png"
-    said = run(compare, "--baseline", "*base", "--target", 2.95, "--plot", picture)
+    said = run(compare, *folders, "--baseline", "*base", "--target", 2.95, "--plot", picture)
     runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--baseline", "a")
     for name, title, table in (("a", "2026-11-22_base", said), ("b", "2026-11-22_a-low-rate", said), ("a", "a", runs)):
         (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
@@ -232,7 +232,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     assert f"| {text.p_text(p_below(bpb['a'], 2.95)).removeprefix('= ')} " in said
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 1000 and image.std() > 0.02
-    assert "matches 2 rows" in refused(compare, "--baseline", "2026*")
+    assert "matches 2 rows" in refused(compare, *folders, "--baseline", "2026*")
     assert "log.jsonl cannot be read" in refused(compare, "out/none")
 
 
@@ -443,8 +443,6 @@ REFUSALS = [
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
     ("a_0 a_1", log(r'{"step": 6, [^\n]*"loss"[^\n]*\n'), "step 9: tokens_per_second is "),
     ("a_0 a_1", lambda run_dir: os.remove(run_dir / "config.json"), "has no config.json"),
-    # A copy with another seed in its config.json.
-    ("a_0 a_0", config(lambda c: c["config"].update(seed=1)), "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz"),
     ("a_0 a_1", config(overridden), "--adam-lr 0.001, run_0.json states @tiny.args"),
     ("a_0", config(overridden), "--adam-lr 0.001 overrides the recipe, which voids record status"),
     ("a_0", config(lambda c: c["flags"].append("--no-fp8")), "--no-fp8 in --log-every 3"),
@@ -513,7 +511,6 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
     assert "--baseline nothing is not an entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
     assert "no train_medium.py; it belongs to another track" in refused(add, *runs, "medium", "--slug", "x")
-    assert "its losses are those of 2026-11-22_base/log_0.jsonl.gz" in refused(add, *runs, "small", "--slug", "x")
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
     argv = [other, "--track", "small", "--slug", "x", "--baseline", "2026-11-22_base"]
@@ -580,15 +577,11 @@ def halved(log) -> list[dict]:
     return out
 
 
-@pytest.mark.parametrize("folder", ["2026-11-22_fp8-layers", "2026-11-23_first-p34-medium"])
-def test_seconds_mfu_and_speed_agree(folder):
-    """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
-    record = entry.read_record(files.BASELINES / folder)
-    log = entry.read_logs(files.BASELINES / folder, record)[0]
-    (problem,) = rules.check_log(halved(log), record["config"], record["hardware"])
-    assert "FLOPs a token, and a Config of this size needs about" in problem
+def test_speeds_are_those_of_the_clock():
+    record = entry.read_record(files.BASELINES / "2026-11-23_first-p34-medium")
+    log = entry.read_logs(files.BASELINES / "2026-11-23_first-p34-medium", record)[0]
     log[5]["step_ms"] *= 2
-    assert [words[:8] for words in rules.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
+    assert [words[:8] for words in rules.check_log(log, record["config"])] == ["step 50:"]
 
 
 def test_what_is_scored_is_that_of_the_track(folders):

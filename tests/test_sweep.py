@@ -129,12 +129,12 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("x", "is not TOML"),
-    ("seed = [1]", "the unknown entry seed; known are script, flags, seeds"),
-    ("seeds = 3", "seeds must be a list"),
-    ('flags = "--a"', "flags must be a list of words"),
+    ("x", "cannot be read as TOML"),
+    ("seed = [1]", "seed is [1]: extra inputs are not permitted"),
+    ("seeds = 3", "seeds is 3: input should be a valid list"),
+    ('flags = "--a"', "flags is '--a': input should be a valid list"),
     ('script = "no.py"', "names the script no.py, which "),
-    ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
+    ("[grid]\nlr = 0.1", "grid.lr is 0.1: input should be a valid list"),
     ('[variants]\n"a b" = []\n"a_b" = []', "would share a folder"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, text, words):

@@ -664,9 +664,6 @@ def load_newest(run: Run) -> None:
     for moments in run.optimizer.state.values():
         moments["step"].fill_(run.progress.step)
     run.log.rewind(run.progress.step)
-    result = folder / "result.json"
-    if result.exists() and json.loads(result.read_text(encoding="utf-8"))["step"] == run.progress.step < run.steps:
-        say("note: the run had finished; with more steps the learning rate rises again")
 
 
 def export(run: Run) -> None:

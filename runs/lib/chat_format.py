@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lib.calculator import calculate
-from lib.command import RunError
 
 ASSISTANT_START = "<|assistant_start|>"
 ASSISTANT_END = "<|assistant_end|>"
@@ -30,13 +29,6 @@ def is_chat_run(run_dir: Path) -> bool:
     """Whether a run was finetuned (or trained by reinforcement after it), by its config.json."""
     description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     return description.get("command") in ("finetune", "rl")
-
-
-def check_chat_tokens(tokenizer, run_dir: Path) -> None:
-    """Raises: RunError if the tokenizer of a run has no special tokens for turns"""
-    if ASSISTANT_END not in tokenizer.specials:
-        advice = "finetune a run whose tokenizer was made by data/tokenizer.py"
-        raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
 
 
 def merge_turns(messages: Iterable[tuple[str, str | list[int]]]) -> list[Turn]:

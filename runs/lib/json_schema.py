@@ -12,7 +12,6 @@ grammar_compiler.py, a process with limits.
 
 import functools
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -213,26 +212,12 @@ def bound_schema(schema, max_chars: int | None, closed: bool):
         new.pop("format", None)
     if max_chars and new.keys() & {"pattern", "format"}:
         new.setdefault("maxLength", max(max_chars, new.get("minLength", 0)))
-    if new.get("type") == "number":
-        exclude_bounds(new)
 
     names = new.get("properties", {}).keys()
     needs_others = set(new.get("required", ())) - names or new.get("minProperties", 0) > len(names)
     if closed and "properties" in new and not needs_others:
         new.setdefault("additionalProperties", False)
     return new
-
-
-def exclude_bounds(schema: dict) -> None:
-    """Moves exclusive bounds of a range shorter than 1 inwards, as llguidance writes those that are whole numbers."""
-    low = schema.get("exclusiveMinimum", schema.get("minimum", -math.inf))
-    high = schema.get("exclusiveMaximum", schema.get("maximum", math.inf))
-    if 0 < high - low < 1:
-        margin = (high - low) / 1e6
-        if "exclusiveMinimum" in schema:
-            schema["minimum"] = schema.pop("exclusiveMinimum") + margin
-        if "exclusiveMaximum" in schema:
-            schema["maximum"] = schema.pop("exclusiveMaximum") - margin
 
 
 # ---- the check at the end

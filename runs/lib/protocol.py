@@ -20,15 +20,12 @@ import engine
 import pydantic_core
 from lib import chat_format, json_schema
 from lib.chat_format import Detokenizer
-from lib.command import print_note
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
-MAX_UNKNOWN = 50  # fields that are looked at, in a request and in all: a client may send 100,000
-noted: set[str] = set()  # unknown fields that the operator was told of
 MAX_TOP_LOGPROBS = 20  # top tokens beside each token of an answer
 # Fields that a request has in common with engine.Completion.
 SAMPLING = {
@@ -209,16 +206,6 @@ class TextFields(AnswerFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
-class TokenizeFields(BaseModel, strict=True):
-    prompt: str = ""
-    messages: list[Message] = []
-    add_special_tokens: bool = True
-
-
-class DetokenizeFields(BaseModel, strict=True):
-    tokens: list[int]
-
-
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     """The fields of a request from its JSON. Raises: APIError, about the first that is wrong or not supported"""
     try:
@@ -243,12 +230,9 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     known = {*UNSUPPORTED, *TOOLS}
     for name, described in kind.model_fields.items():
         known.update(described.validation_alias.choices if described.validation_alias else [name])
-    for name in sorted(body.keys() - known)[:MAX_UNKNOWN]:
+    for name in sorted(body.keys() - known)[:50]:  # a client may send 100,000
         for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise APIError(400, f"{shorten(name)} is not a request field; did you mean {similar}?", name)
-        if name not in noted and len(noted) < MAX_UNKNOWN:
-            noted.add(name)
-            print_note(f"note: an unknown field of requests is ignored: {shorten(name)}")
     return fields
 
 
@@ -364,23 +348,6 @@ class Protocol:
         except ValueError as error:
             raise APIError(400, str(error), "messages") from None
         return chat_format.render(self.tokenizer, turns)
-
-    def tokenize(self, data: bytes) -> dict:
-        """The ids of a prompt, or of messages up to their next answer. Raises: APIError"""
-        fields = read_fields(TokenizeFields, data)
-        if fields.messages:
-            ids = self.render(fields.messages)
-        else:
-            ids = self.tokenizer.encode(fields.prompt)
-            if fields.add_special_tokens:
-                ids = [self.tokenizer.bos_id, *ids]
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_len}
-
-    def detokenize(self, data: bytes) -> dict:
-        """The text of ids. Raises: APIError"""
-        fields = read_fields(DetokenizeFields, data)
-        self.check_ids(fields.tokens, "tokens")
-        return {"prompt": self.tokenizer.decode(fields.tokens)}
 
 
 # ---- answers
