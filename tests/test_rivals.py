@@ -139,8 +139,8 @@ def hooks(tmp_path, monkeypatch):
         folder = tmp_path / f"data_{divide}"
         merges = [bytes([i // 256, i % 256]) for i in range(32768 - 256 - 9)]
         write_dataset(folder, merges=merges)
-        settings = {"data": str(folder), "divide": divide, "tokens": tokens, "lr": 1.4, "mlp": "bf16", "seed": 3, "val_every": 0}
-        monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings | {"limit": None}))
+        settings = {"data": str(folder), "divide": divide, "tokens": tokens, "lr": 1.4, "mlp": "bf16", "seed": 3}
+        monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings | {"limit": None, "val_every": 0}))
         monkeypatch.delitem(sys.modules, "modded_hooks", raising=False)
         module = importlib.import_module("modded_hooks")
         module.DEVICE = "cpu"

@@ -455,14 +455,14 @@ def test_text_offset_behind_characters_of_several_ids(base_server):
                                    {"logit_bias": {str(id): 3.0 for id in range(0, 600, 2)}}])  # fmt: skip
 def test_penalties_biases_and_min_p(chat_server, shape):
     """They change the logits of their request alone; min_p of 1 leaves the most likely id alone."""
-    options = {"model": "chat", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
+    options = {"model": "chat", "messages": HELLO, "max_tokens": 12, "temperature": 0, "logprobs": True}
 
     def answer(**more):
         entries = chat_server.chat(**{**options, **more}).choices[0].logprobs.content
         return [bytes(entry.bytes) for entry in entries]
 
     prompt, tokens, vocab_size = rendered(chat_server, HELLO), [], chat_server.server.tokenizer.vocab_size
-    while len(tokens) < 30:
+    while len(tokens) < 12:
         row = logits(chat_server.worker.model, [*prompt, *tokens])[-1, :vocab_size].clone()
         for id, bias in shape.get("logit_bias", {}).items():
             row[int(id)] += bias
