@@ -248,14 +248,6 @@ def test_two_tabs(chat_server, pages, browse):
     until(lambda: first.evaluate(stored) == [2, 2])
 
 
-def test_the_oldest_messages_go_when_the_context_is_full(chat_server, pages, browse, bodies):
-    page = browse(pages[0])
-    for text in ("the rest " * 60, "an old stone " * 60, "so it is " * 60):
-        say(page, chat_server, text, "yes")
-    page.wait_for_selector("text=/oldest \\d+ messages no longer fit/")
-    assert len(bodies[-1]["messages"]) < 5
-
-
 def test_a_base_model_continues_the_text(base_server, pages, browse):
     page = browse(pages[1])
     configure(page, {"Temperature": "0"})

@@ -868,11 +868,11 @@ def test_bench(chat_server):
 
 
 @pytest.mark.parametrize(("signum", "timeout"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 60)])
-def test_signals_end_it_cleanly(runs, signum, timeout):
+def test_signals_end_it_cleanly(runs, fast_python, signum, timeout):
     """Running answers get --shutdown-timeout seconds, then an error; no new requests, no stderr, exit code 0."""
     flags = ["--port", "0", "--max-num-seqs", "2", "--shutdown-timeout", str(timeout), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[False]), *flags], **pipes)
+    process = subprocess.Popen([fast_python, str(SCRIPT), str(runs[False]), *flags], **pipes)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r"base: (http://127\.0\.0\.1:\d+) \(2 slots, context 512, completions\)\n", line)[1]
