@@ -136,17 +136,6 @@ def test_bad_tables_are_named(data, bundle, name, old, new, part):
     assert part in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
-def test_texts_that_are_not_utf8(data, bundle):
-    """Wrong bytes end the script; a lone surrogate in JSON becomes a question mark, as everywhere."""
-    path = bundle / "eval_data/a/lambada.jsonl"
-    path.write_bytes(b'{"context": "a\\ud800", "continuation": "b"}\n')
-    core_tasks.build(bundle, data, 64)
-    with np.load(data / "core/lambada.npz", allow_pickle=False) as arrays:
-        assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
-    path.write_bytes(b'{"context": "a\xff", "continuation": "b"}\n')
-    assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core_tasks.build(bundle, data, 64))
-
-
 def test_the_public_bundle(data, bundle, tmp_path, monkeypatch, capsys):
     """It is fetched, and a task whose text is not the original, by the id that git gives it, is named."""
     paths = sorted((bundle / "eval_data").rglob("*.jsonl"))

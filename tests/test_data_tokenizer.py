@@ -127,14 +127,6 @@ def test_bad_tokenizer_files(path, tmp_path, change, part):
     assert e.value.code.startswith("error: ") and part in e.value.code
 
 
-def test_a_pattern_that_fails_later_is_named(path, tmp_path):
-    """One that passes the trial and backtracks on a text that the trial does not hold."""
-    pattern = r"(\u4f60+\u4f60+)+(?=y)|[\s\S]"
-    encoding = tokenizer.load(spoil(path, tmp_path / "t.json", lambda v: v.update(pattern=pattern)))
-    with pytest.raises(SystemExit, match="the pattern fails on the text"):
-        tokenizer.encode(encoding, "\u4f60" * 100)
-
-
 def make_gpt2_files(folder: Path) -> tuple[Path, Path]:
     """vocab.bpe and encoder.json in the published spelling, with three merges."""
     printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
