@@ -647,9 +647,6 @@ def test_the_context_is_a_limit(chat_server):
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
     with pytest.raises(openai.BadRequestError, match="has 200,"):
         chat_server.chat(model="chat", messages=fill(200_000))
-    answer = chat_server.chat(model="chat", messages=fill(500 - base), temperature=0)
-    (choice,) = answer.choices
-    assert answer.usage.completion_tokens == 13 or choice.finish_reason == "stop", "the rest of the context"
 
 
 def test_bad_bodies(chat_server):
