@@ -172,13 +172,6 @@ def test_sample_command(run_dir, run_sample):
     assert code == 0 and json.loads(out.splitlines()[-1])["new_tokens"] <= room
 
 
-def test_sample_check(run_dir, run_sample):
-    code, out, err = run_sample(run_dir, "--device", "cpu", "--check")
-    line, last = out.splitlines()
-    assert code == 0 and err == "" and line.startswith("decoding agrees with the forward pass")
-    assert json.loads(last) == {"decoding_error": pytest.approx(0, abs=1e-5), "run_dir": str(run_dir)}
-
-
 @pytest.mark.parametrize(("args", "message"), [
     (("--prompt", "q" * 200), "context of 64"),
     (("--attention", "triton", "--device", "cpu"), "triton cannot run here"),
