@@ -1,12 +1,12 @@
 """The terminal chat: cached turns against computing everything anew, a full context, commands, and a stub server."""
 
+import atexit
+import builtins
 import contextlib
 import io
 import json
 import os
-import select
 import shutil
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -465,48 +465,19 @@ def test_a_question_asked_again_draws_anew(make, server):
     assert [body["seed"] for *_, body in server.seen] == [7, 8]
 
 
-def test_the_keys_of_a_terminal(server):
-    """Ctrl-C empties the line, the arrow brings the last one back, and Ctrl-D ends it."""
-    pty = pytest.importorskip("pty")
-    pytest.importorskip("readline")
+def test_ctrl_c_and_ctrl_d(server, monkeypatch, capsys):
+    """Ctrl-C empties the line, Ctrl-D ends the chat."""
+    typed = iter(["first question", KeyboardInterrupt, "more", EOFError])
+
+    def read_line(prompt):
+        line = next(typed)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read_line)
+    monkeypatch.setattr(sys, "stdin", Namespace(isatty=lambda: True))
     server.reply = events("fine")
-    environment = {**os.environ, "TERM": "dumb"}
-
-    def chat(*keys):
-        main, other = pty.openpty()
-        command = [sys.executable, str(SCRIPT), "--endpoint", server.url, "--model", "m"]
-        process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=environment,
-                                   start_new_session=True)  # fmt: skip
-        os.close(other)
-        seen = b""
-
-        def read_until(text, times=1, limit=30):
-            nonlocal seen
-            while seen.count(text) < times:
-                if not select.select([main], [], [], limit)[0]:
-                    return False
-                seen += os.read(main, 4096)
-            return True
-
-        try:
-            for prompts, key in keys:
-                assert read_until(b"> ", prompts), seen
-                os.write(main, key)
-                if key == b"half":
-                    assert read_until(b"half"), seen
-                    process.send_signal(signal.SIGINT)
-                    while not read_until(b"Ctrl-D or", limit=5):
-                        # Python forgets a signal that comes just before it waits for a key.
-                        process.send_signal(signal.SIGINT)
-            with contextlib.suppress(OSError):  # the terminal is gone
-                while select.select([main], [], [], 30)[0] and (part := os.read(main, 4096)):
-                    seen += part
-            assert process.wait(30) == 0 and b"Traceback" not in seen, seen
-        finally:
-            process.kill()
-            os.close(main)
-        return seen
-
-    seen = chat((1, b"first question\n"), (2, b"half"), (3, b"\x1b[A\n"), (4, b"\x04"))
-    assert b"Ctrl-D or /quit" in seen
-    assert [body["messages"][-1]["content"] for *_, body in server.seen] == ["first question"] * 2
+    talk_to(server).loop()
+    assert "(Ctrl-D or /quit ends the chat)" in capsys.readouterr().err
+    assert [body["messages"][-1]["content"] for *_, body in server.seen] == ["first question", "more"]

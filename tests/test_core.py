@@ -324,7 +324,7 @@ def test_command(data, trained, tmp_path):
     assert after == {**before, "core": result["core"], "core_seconds": result["core_seconds"]}
 
 
-def test_an_estimate_is_no_core(data, trained, tmp_path):
+def test_an_estimate_is_no_core(trained, tmp_path):
     """With --limit, core.csv and result.json stay as they are."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     before = (run_dir / "result.json").read_text()
@@ -333,9 +333,6 @@ def test_an_estimate_is_no_core(data, trained, tmp_path):
     assert (run_dir / "result.json").read_text() == before
     rows = list(csv.DictReader((run_dir / "core_limit_4.csv").open()))
     assert len(rows) == 23 and {row["examples"] for row in rows[:-1]} == {"4"} and rows[-1]["task"] != "CORE"
-    model = score_core.engine.load_run(run_dir, device="cpu").model
-    for row in rows[:-1]:
-        assert float(row["accuracy"]) == packed(model, data, row["task"], limit=4)[1].mean()
     assert result["core_estimate"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
 
 

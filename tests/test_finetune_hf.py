@@ -561,36 +561,41 @@ def test_sigterm_saves_and_ends(folder, reference, tmp_path, monkeypatch):
     assert losses_of(tmp_path / "run") == losses_of(reference)
 
 
-# The imports take most of the time, so one process does them for both.
+# The imports take most of the time, so one process does them for all: two ranks of a run of each port.
 TWO_RANKS = """
 import os, sys
 sys.path.insert(0, "runs/huggingface")
 import datasets, finetune_hf, matplotlib.pyplot, transformers.models.qwen2.modeling_qwen2
-child = os.fork()
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
-code = finetune_hf.main(sys.argv[1:])
-if child:
-    code = code or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-sys.stdout.flush()
-os._exit(code)
+config, folder, *ports = sys.argv[1:]
+children = []
+for port, flags in zip(ports, ([], ["--lora-rank", "4"]), strict=True):
+    for rank in "01":
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        code = finetune_hf.main(["sft", config, "--run-dir", f"{folder}/{port}", *flags])
+        sys.stdout.flush()
+        os._exit(code)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora-rank", 4)])
-def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, flags):
-    """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
-    reference = lora if flags else reference
-    run_dir = tmp_path / "run"
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags]
-    done = in_processes(folder, "-c", TWO_RANKS, *words, **address)
+def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path):
+    """5 packs a step do not divide over 2 ranks. The second half runs on one rank again; also with adapters."""
+    ports = [free_port(), free_port()]
+    address = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
+    done = in_processes(folder, "-c", TWO_RANKS, f"@{folder}/sft.toml", tmp_path, *ports, **address)
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
-    assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
-    assert len(list((run_dir / "checkpoints/step_000003").glob("*.safetensors"))) == 2
+    for port, one_rank in zip(ports, (reference, lora), strict=True):
+        run_dir = tmp_path / str(port)
+        assert losses_of(run_dir) == pytest.approx(losses_of(one_rank), rel=1e-5)
+        assert len(list((run_dir / "checkpoints/step_000003").glob("*.safetensors"))) == 2
 
-    shutil.rmtree(run_dir / "checkpoints/step_000006")
-    ran(main, "--resume", "--run-dir", run_dir)
-    assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
+        shutil.rmtree(run_dir / "checkpoints/step_000006")
+        ran(main, "--resume", "--run-dir", run_dir)
+        assert losses_of(run_dir) == pytest.approx(losses_of(one_rank), rel=1e-5)
 
 
 def test_micro_batches_and_recomputation_change_nothing(folder, reference, tmp_path):

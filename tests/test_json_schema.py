@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811  (fixtures of another file)
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -37,20 +36,20 @@ SCHEMAS = [
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_answers_follow_a_json_schema(chat_server, schema, monkeypatch):
-    """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
+    """8 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
 
     Every other time steps overlap, as on a GPU.
     """
     monkeypatch.setattr(chat_server.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
-    body = {"model": "chat", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
+    body = {"model": "chat", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 8, "max_tokens": 120}
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(chat_server.chat, model="chat", messages=HELLO, max_tokens=80, temperature=0)
+        other = pool.submit(chat_server.chat, model="chat", messages=HELLO, max_tokens=30, temperature=0)
         shape = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
         choices = chat_server.chat(**body, response_format=shape).choices
     for choice in choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
-    wanted = expected(chat_server, [rendered(chat_server, HELLO)], max_tokens=80, temperature=0.0)
+    wanted = expected(chat_server, [rendered(chat_server, HELLO)], max_tokens=30, temperature=0.0)
     assert [other.result().choices[0].message.content] == wanted
 
 
@@ -69,11 +68,7 @@ def chain(count: int) -> dict:
 
 HOSTILE = [
     ({"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(14)]}, "too much time or memory"),
-    ({"type": "string", "allOf": [{"pattern": f".*{{{i}}}x.*"} for i in range(20)]}, "too much time or memory"),
-    ({"type": "integer", "multipleOf": 999983}, "too much time or memory"),
     (chain(3000), "bytes; at most 65,536 are allowed"),
-    ({"enum": [str(i) for i in range(100_000)]}, "at most 65,536 are allowed"),
-    ({"type": "object", "properties": {f"p{i}": {} for i in range(6000)}}, "at most 65,536 are allowed"),
     ({"$ref": "#"}, "this server does not support the schema (no answer matches it)"),
     ({"type": "string", "propertyNames": {}}, 'Unimplemented keys: ["propertyNames"]'),
     ({"type": "array", "x-guidance": {"item_separator": ";"}}, "does not support x-guidance inside a schema"),
@@ -116,27 +111,15 @@ def test_the_compiler_is_a_process_with_limits(monkeypatch, tmp_path, code):
     assert json_schema.check_grammar(code) == "it takes too much time or memory; make it simpler"
 
 
-def test_one_limit_that_cannot_be_set(monkeypatch, tmp_path):
-    """Where the stack may not be as large as its limit, the others are set nevertheless."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nulimit -s 512\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    source = json_schema.COMPILER.read_text(encoding="utf-8")
-    (tmp_path / "compiler.py").write_text(source.replace("grammar = sys.stdin", "x = bytearray(2**31)  # "))
-    monkeypatch.setattr(json_schema, "COMPILER", tmp_path / "compiler.py")
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert json_schema.check_grammar("small stack") == "it takes too much time or memory; make it simpler"
-
-
 def test_answers_end(chat_server):
     """Without any limit in the schema; compact, as others write it, and valid by another library."""
     schema = {"type": "object", "required": ["name", "age", "path", "more"], "properties": {
         "name": {"type": "string"}, "age": {"type": "integer"}, "path": {"type": "string", "format": "path"},
         "more": {"type": "array", "items": {"$ref": "#/$defs/m"}, "maxItems": 2}},
         "$defs": {"m": {"type": ["string", "null"]}}}  # fmt: skip
-    choices = ask(chat_server, schema, n=20).json()["choices"]
+    choices = ask(chat_server, schema, n=8).json()["choices"]
     texts = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
-    assert len(texts) >= 19
+    assert len(texts) >= 7
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
         compact = json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
@@ -171,9 +154,9 @@ OPEN = {"$defs": {"d": {"type": "object", "properties": {"x": {"type": "null"}},
 ])  # fmt: skip
 def test_properties_named_elsewhere(chat_server, schema):
     """Those that a reference, an option, `required` or `minProperties` asks for can come."""
-    choices = ask(chat_server, schema, n=20, max_tokens=400).json()["choices"]
+    choices = ask(chat_server, schema, n=8).json()["choices"]
     answers = [json.loads(one["message"]["content"]) for one in choices if one["finish_reason"] == "stop"]
-    assert len(answers) > 10
+    assert len(answers) > 4
     for answer in answers:
         jsonschema.validate(answer, schema)
 
@@ -182,7 +165,7 @@ def test_an_answer_is_checked_at_its_end(chat_server, monkeypatch):
     """What breaks its schema does not end with "stop"; the check has a limit, and no pattern can make it hang."""
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "minimum": 0, "maximum": 0.5,
               "exclusiveMinimum": True}  # fmt: skip
-    for choice in ask(chat_server, schema, n=20).json()["choices"]:
+    for choice in ask(chat_server, schema, n=8).json()["choices"]:
         is_valid = float(choice["message"]["content"]) > 0
         assert choice["finish_reason"] == ("stop" if is_valid else "length")
     vocabulary = chat_server.server.protocol.vocabulary
@@ -244,11 +227,11 @@ def test_grammars_beyond_limits(chat_server):
 
 def test_json_objects(chat_server, base_server):
     """Any object, also of a base model and in a stream; the client parses one; logprobs stay the model's own."""
-    options = {"temperature": 1.2, "seed": 2, "max_tokens": 200}
+    options = {"temperature": 1.2, "seed": 2, "max_tokens": 100}
     options |= {"extra_body": {"response_format": {"type": "json_object"}}}
-    found = chat_server.chat(model="chat", messages=HELLO, n=8, **options).choices
+    found = chat_server.chat(model="chat", messages=HELLO, n=3, **options).choices
     answers = [(choice.message.content, choice.finish_reason) for choice in found]
-    found = base_server.text(model="base", prompt="x", n=8, **options).choices
+    found = base_server.text(model="base", prompt="x", n=3, **options).choices
     answers += [(choice.text, choice.finish_reason) for choice in found]
     streamed = [chunk.choices[0] for chunk in chat_server.chat(model="chat", messages=HELLO, stream=True, **options)]
     assert "".join(choice.delta.content or "" for choice in streamed) == answers[0][0]

@@ -536,11 +536,16 @@ def test_imports_without_triton():
     assert "fine" in out.stdout, out.stderr
 
 
-@pytest.mark.parametrize("flags", (["--quick"], pytest.param([], marks=pytest.mark.soak)), ids=("largest", "all"))
+@pytest.mark.parametrize(
+    "flags", (["--quick", "90", "120"], pytest.param(["80", "90", "120"], marks=pytest.mark.soak)), ids=("most", "all")
+)
 def test_kernels_compile_for_gpus_that_are_not_here(flags):
-    """To machine code for an A100, an H100 and an RTX 5090, within the shared memory of each, without any of them."""
+    """To machine code for an H100 and an RTX 5090, within the shared memory of each, without any of them.
+
+    An A100 gets the kernels of an RTX 5090, and has more shared memory.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(PATH.parent / "dev/compile_kernels.py"), *flags, "80", "90", "120"]
+    command = [sys.executable, str(PATH.parent / "dev/compile_kernels.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: set() for name in ("8.0", "9.0", "12.0")}
@@ -552,4 +557,5 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
     assert found["9.0"] == kernels and len(kernels) == 12
     hopper = {"transpose_kernel", "linear_relu2_kernel", "linear_rotate_kernel", "norm_rotate_grad_kernel"}
-    assert found["8.0"] == found["12.0"] == kernels - hopper
+    assert found["12.0"] == kernels - hopper
+    assert found["8.0"] == (found["12.0"] if "80" in flags else set())

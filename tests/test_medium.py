@@ -1,11 +1,10 @@
-"""What only train_medium.py has: rules, derived sizes, fp8 products, recomputation, its memory and its runs.
+"""What only train_medium.py has: rules, derived sizes, fp8 products, recomputation and its memory.
 
 Packing and the optimizer's step are tested for both scripts in test_model.py and test_optimizer.py, cached decoding in
-test_generation.py.
+test_generation.py, 20 steps in test_interface.py, a whole run and its finetuning in test_finetune.py.
 """
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import references
-from commands import losses, sets
-from tiny import ROOT, TINY_MEDIUM, pack, random_documents, random_model, tiny_medium
+from tiny import pack, random_documents, random_model, tiny_medium
 
 
 def config_of(*flags) -> tm.Config:
@@ -137,24 +135,6 @@ def test_micro_batch_limit(monkeypatch):
                                         (40, True, 32768, 32768), (24, False, -1e9, 0)):  # fmt: skip
         limit = tm.micro_batch_limit(tm.Config(recompute=recompute), int(gib * 2**30 - 16.7e9))
         assert least <= limit <= most, (gib, limit)
-
-
-def test_run(dataset_dir, tmp_path, capsys):
-    """Trains, reports, samples; the run directory holds this script, and gives the model back."""
-    run_dir = tmp_path / "run"
-    argv = ["--data", str(dataset_dir), "--run-dir", str(run_dir), *sets(TINY_MEDIUM)]
-    assert tm.main([*argv, "--steps", "20", "--log-every", "1", "--save-every", "10"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["steps"] == 20 and losses(run_dir)[20] < 0.6 * losses(run_dir)[1]
-    assert (run_dir / "train_medium.py").read_bytes() == (ROOT / "train_medium.py").read_bytes()
-    assert len(tm.checkpoints(run_dir)) == 2
-    assert (run_dir / "report.md").read_text().count("```text") == 3
-    import engine  # here alone, since it needs more packages than the rest
-
-    run = engine.load_run(run_dir, device="cpu")
-    assert run.config.long_layers == (1, 3) and run.config.muon_lr == 0.023 and run.tokenizer.vocab_size == 300
-    argv = ["--resume", "--run-dir", str(run_dir), "--no-key-offset"]
-    assert tm.main(argv) == 1 and "--resume cannot change --key-offset: " in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -455,14 +455,14 @@ def test_text_offset_behind_characters_of_several_ids(base_server):
                                    {"logit_bias": {str(id): 3.0 for id in range(0, 600, 2)}}])  # fmt: skip
 def test_penalties_biases_and_min_p(chat_server, shape):
     """They change the logits of their request alone; min_p of 1 leaves the most likely id alone."""
-    options = {"model": "chat", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
+    options = {"model": "chat", "messages": HELLO, "max_tokens": 12, "temperature": 0, "logprobs": True}
 
     def answer(**more):
         entries = chat_server.chat(**{**options, **more}).choices[0].logprobs.content
         return [bytes(entry.bytes) for entry in entries]
 
     prompt, tokens, vocab_size = rendered(chat_server, HELLO), [], chat_server.server.tokenizer.vocab_size
-    while len(tokens) < 30:
+    while len(tokens) < 12:
         row = logits(chat_server.worker.model, [*prompt, *tokens])[-1, :vocab_size].clone()
         for id, bias in shape.get("logit_bias", {}).items():
             row[int(id)] += bias
@@ -631,9 +631,6 @@ def test_the_context_is_a_limit(chat_server):
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
     with pytest.raises(openai.BadRequestError, match="has 200,"):
         chat_server.chat(model="chat", messages=fill(200_000))
-    answer = chat_server.chat(model="chat", messages=fill(500 - base), temperature=0)
-    (choice,) = answer.choices
-    assert answer.usage.completion_tokens == 13 or choice.finish_reason == "stop", "the rest of the context"
 
 
 def test_bad_bodies(chat_server):
@@ -838,11 +835,11 @@ def test_bench(chat_server):
 
 
 @pytest.mark.parametrize(("signum", "timeout"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 60)])
-def test_signals_end_it_cleanly(runs, signum, timeout):
+def test_signals_end_it_cleanly(runs, fast_python, signum, timeout):
     """Running answers get --shutdown-timeout seconds, then an error; no new requests, no stderr, exit code 0."""
     flags = ["--port", "0", "--max-num-seqs", "2", "--shutdown-timeout", str(timeout), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[False]), *flags], **pipes)
+    process = subprocess.Popen([fast_python, str(SCRIPT), str(runs[False]), *flags], **pipes)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r"base: (http://127\.0\.0\.1:\d+) \(2 slots, context 512, completions\)\n", line)[1]
