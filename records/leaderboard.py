@@ -9,8 +9,8 @@ import argparse
 import os
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
-from statistics import fmean
 
 import entry
 import files
@@ -19,7 +19,7 @@ import plots
 import rules
 import text
 import tracks
-from metrics import METRICS, loss_curve
+from metrics import METRICS, loss_curve, read_log
 from ranking import Kind, Standing, rank
 from text import format_value
 
@@ -29,10 +29,13 @@ import rivals
 README = files.ROOT / "records" / "README.md"
 BEGIN = "<!-- written by records/leaderboard.py; do not edit -->"
 END = "<!-- /written -->"
-SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:]), "by"]
-BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to the target", "by"]
+SHOWN = ("val_bpb", "train_seconds", "tokens", "peak_memory_gib")
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:])]
+BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
+NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
+BESIDE_RIVALS = {"small": "train_small.py", "plain": "train_small.py without tables"}  # rows in curves.png, and their labels
+SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
 
 
 # ==== README.md
@@ -48,22 +51,19 @@ def entry_line(record: dict, standing: Standing | str) -> list[str]:
     summary = record["summary"]
     figures = [format(summary[key]["mean"], METRICS[key][1]) for key in SHOWN]
     figures.insert(1, format_value(summary["val_bpb"]["sd"], ".5f"))
-    return [link_to(record), str(standing), str(len(record["runs"])), *figures, made_by(record)]
+    return [link_to(record), str(standing), str(len(record["runs"])), *figures]
 
 
 def link_to(record: dict, shown: str | None = None) -> str:
-    return f"[{shown or record['name']}](../baselines/{record['name']}/README.md)"
-
-
-def made_by(record: dict) -> str:
-    """The names in a line "Made by NAMES." of an entry's README.md; empty if there is none."""
+    """A link to an entry, and the names in a line "Made by NAMES." of its README.md."""
     page = (files.BASELINES / record["name"] / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^Made by (.+?)\.?$", page, re.M)
-    return found[1] if found else ""
+    made_by = re.search(r"^Made by (.+?)\.?$", page, re.M)
+    link = f"[{shown or record['name']}](../baselines/{record['name']}/README.md)"
+    return f"{link} by {made_by[1]}" if made_by else link
 
 
 def leaderboard() -> str:
-    """The generated part of records/README.md, with its markers: records, then all entries."""
+    """The generated part of records/README.md, with its markers: records on published text, and folded all entries."""
     tracks_json = tracks.read()
     records = read_records()
     tracks_by_name = {record["name"]: tracks.tracks_of(record, tracks_json) for record in records}
@@ -76,10 +76,16 @@ def leaderboard() -> str:
         standings = [each for ranked in pairs[pair].values() for each in ranked]
         return max(entry.day_of(record) for record, _ in standings)
 
-    def comes_late(pair: str) -> tuple[bool, bool]:
-        """What not everyone can repeat, and shapes with tracks of their own."""
-        track = tracks_json["tracks"][next(iter(pairs[pair]))]
-        return track["dataset"] != tracks_json["main_dataset"], "config" in track
+    def first_track(pair: str) -> dict:
+        return tracks_json["tracks"][next(iter(pairs[pair]))]
+
+    def is_published(pair: str) -> bool:
+        return first_track(pair)["dataset"] not in NOT_PUBLISHED
+
+    def comes_late(pair: str) -> tuple[bool, bool, bool]:
+        """What nobody else can repeat, other text than that of most entries, and shapes with tracks of their own."""
+        track = first_track(pair)
+        return not is_published(pair), track["dataset"] != tracks_json["main_dataset"], "config" in track
 
     best = []
     blocks = []
@@ -89,32 +95,37 @@ def leaderboard() -> str:
             lines = [entry_line(record, standing) for record, standing in standings]
             rule = about(tracks_json["tracks"][name], tracks_json)
             parts.append(f"**{name}**: {rule}\n\n{text.table(TITLES, lines, 2)}")
-        best.append(best_line(pair, pairs[pair], tracks_json))
-        blocks.append(fold(f"All entries of {pair}, {best[-1][1]}", "\n\n".join(parts)))
-    blocks.insert(0, text.table(BEST_TITLES, best, len(BEST_TITLES)))
+        gpu = gpu_of(first_track(pair)["hardware"]["device"])
+        blocks.append(fold(f"{pair}, {gpu}", "\n\n".join(parts)))
+        cells = best_cells(pairs[pair], tracks_json)
+        if is_published(pair) and any(cells):
+            best.append([pair, gpu, *cells])
     if rest := [record for record in records if not tracks_by_name[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
         blocks.append(fold("Entries without a track", text.table(TITLES, lines, 2)))
     taken = {name for names in tracks_by_name.values() for name in names}
-    blocks.append(open_tracks(tracks_json, taken))
-    return "\n\n".join([BEGIN, *blocks, END])
+    table = text.table(BEST_TITLES, best, len(BEST_TITLES))
+    entries = fold("All entries, by track", "\n\n".join(blocks))
+    return "\n\n".join([BEGIN, table, entries, open_tracks(tracks_json, taken), END])
 
 
-def best_line(pair: str, ranked: dict[str, list], tracks_json: dict) -> list[str]:
-    """The cells of a pair of tracks under BEST_TITLES."""
+def best_cells(ranked: dict[str, list], tracks_json: dict) -> list[str]:
+    """The records of a pair of tracks, in bits per byte and in seconds to the target; empty where there is none."""
     cells = []
-    makers = set()
     for name, standings in ranked.items():
         track = tracks_json["tracks"][name]
         metric = track["ranked_by"]
         held = [record for record, standing in standings if standing.kind is Kind.RECORD]
-        if held:
-            best = held[0]
-            cells.append(link_to(best, format(best["summary"][metric]["mean"], METRICS[metric][1])))
-            makers.add(made_by(best))
-        else:
-            cells.append("")
-    return [pair, track["hardware"]["device"], *cells, ", ".join(sorted(makers - {""}))]
+        cell = link_to(held[0], format(held[0]["summary"][metric]["mean"], METRICS[metric][1])) if held else ""
+        if held and metric == "train_seconds":
+            cell += f" to {track['target_bpb']:.3f} bpb"
+        cells.append(cell)
+    return cells
+
+
+def gpu_of(device: str) -> str:
+    """A device's name, shortened to "H100" for "NVIDIA H100 80GB HBM3"."""
+    return device.split()[1] if device.startswith("NVIDIA ") else device
 
 
 def fold(title: str, body: str) -> str:
@@ -180,13 +191,18 @@ def last_start(record: dict) -> str:
     return max(dates, default=entry.day_of(record))
 
 
+def name_of(args: str) -> str:
+    """What an args file adds to the name of its dataset: "medium" for p34_medium.args, "small" if nothing."""
+    return args.removesuffix(".args").partition("_")[2] or "small"
+
+
 def rows_of(dataset: str) -> list[plots.Row]:
-    """A row for each of them on a dataset, named by what its args file adds to that."""
+    """A row for each of today's entries on a dataset."""
     rows = []
     for args, record in current_entries().items():
         if record["dataset"]["name"] == dataset:
             row = plots.record_row(files.BASELINES / record["name"])
-            row.name = args.removesuffix(".args").partition("_")[2] or "small"
+            row.name = name_of(args)
             rows.append(row)
     return rows
 
@@ -202,7 +218,7 @@ def curves() -> str:
             loss = f"{row['loss']:.3f}", format_value(row["loss_sd"], ".3f"), f"{row['bpb']:.3f}"
             lines.append([f"{fraction:.0%}", str(row["step"]), f"{row['tokens'] / 1e6:.1f} M", *loss])
         table = text.table(["of the run", "step", "tokens", "loss", "sd", "bpb"], lines, 1)
-        mean = {key: record["summary"][key]["mean"] for key in SHOWN}
+        mean = {key: summary["mean"] for key, summary in record["summary"].items()}
         hardware = f"{record['hardware']['num_devices']} x {record['hardware']['device']}"
         result = f"{mean['val_bpb']:.4f} val bpb in {mean['train_seconds']:.1f} s, "
         result += f"{mean['tokens_per_second']:,.0f} tokens/s, {mean['peak_memory_gib']:.1f} GiB"
@@ -212,26 +228,75 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Plots today's entries on the main dataset beside other projects, and their losses. Returns the files."""
+    """Draws the curves of today's entries on the main dataset, and results by training tokens. Returns the files."""
     dataset = tracks.read()["main_dataset"]
     rows = rows_of(dataset)
     if not rows:
         return []
-    today = README.with_name("curves.png")
-    losses = README.with_name("training.png")
-    plots.draw_today(rows, rival_points(dataset), f"{dataset.upper()}: lower is better, further left is faster", today)
+    names = ("curves", "training", "tokens")
+    today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
+    title = f"{dataset.upper()} on one {gpu_of(rows[0].device)}: lower is better, further left is faster"
+    plots.draw_seconds([*our_curves(rows), *rival_curves(dataset, rows[0].device)], title, today)
     plots.draw_rows(rows, losses)
-    return [today, losses]
+    plots.draw_tokens(token_curves(), tokens)
+    return [today, losses, tokens]
 
 
-def rival_points(dataset: str) -> list[tuple[str, str, float, float]]:
-    """(name, device, seconds, bits per byte) of other projects' settings with logs, means over seeds."""
-    points = []
-    for (name, device, _), runs in rivals.grouped(README.parent / "rivals" / "logs").items():
-        if name == dataset:
-            mean = {key: fmean(run["result"][key] for run in runs) for key in ("seconds", "bpb")}
-            points.append((rivals.short_name(runs[0]["settings"]), device, mean["seconds"], mean["bpb"]))
-    return points
+def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
+    """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only.
+
+    A curve ends at the mean of an entry's seeds. For entries that validated at their end alone, a run in rivals/ours
+    has the points before.
+    """
+    curves = []
+    for row in rows:
+        if row.name in BESIDE_RIVALS and row.device == rows[0].device:
+            runs = validations(row.curves)
+            logs = (README.parent / "rivals" / "ours").glob(f"{row.name}_*.jsonl.gz")
+            more = validations([plots.points(read_log(path)) for path in logs])
+            points = [*max(runs + more, key=len)[:-1], plots.mean_end(runs)]
+            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, points))
+    return curves
+
+
+def validations(curves: list[list[plots.Point]]) -> list[list[tuple[float, float]]]:
+    """(seconds, bits per byte) of each validation of some runs."""
+    return [[(point.seconds, point.val_bpb) for point in curve if point.val_bpb is not None] for curve in curves]
+
+
+def rival_curves(dataset: str, device: str) -> list[plots.Curve]:
+    """Other projects in curves.png, each with its best settings among those that validated during training, if any."""
+    curves = defaultdict(list)
+    for (name, gpu, _), same in rivals.grouped(README.parent / "rivals" / "logs").items():
+        if (name, gpu) == (dataset, device):
+            settings = same[0]["settings"]
+            color = plots.ORANGE if settings["rival"] == "modded" else plots.GREY
+            # nanochat also validates before its first step.
+            runs = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in same]
+            points = [*max(runs, key=len)[:-1], plots.mean_end(runs)]
+            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, points))
+
+    def order(curve: plots.Curve) -> tuple[bool, float]:
+        return len(curve.points) == 1, curve.points[-1][1]
+
+    return [min(settings, key=order) for settings in curves.values()]
+
+
+def token_curves() -> list[plots.Curve]:
+    """Results of both scripts over training tokens: what scored the text that the main dataset scores."""
+    tracks_json = tracks.read()
+    scored = tracks_json["datasets"][tracks_json["main_dataset"]]["scored"]["sha256"]
+    results = {"small": [], "medium": []}
+    for args, record in current_entries().items():
+        if name_of(args) in results and record["scored"]["sha256"] == scored:
+            mean = {key: record["summary"][key]["mean"] for key in ("tokens", "val_bpb")}
+            results[name_of(args)].append((mean["tokens"], mean["val_bpb"]))
+    for name, log in SINGLE_RUNS:
+        last = read_log(README.parent / log)[-1]
+        if last["scored"]["sha256"] == scored:
+            results[name].append((last["tokens"], last["val_bpb"]))
+    colors = {"small": plots.BLUE, "medium": plots.ORANGE}
+    return [plots.Curve(f"train_{name}.py", colors[name], sorted(each)) for name, each in results.items() if each]
 
 
 # ==== the command

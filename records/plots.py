@@ -1,5 +1,7 @@
 """Plots of bits per byte: any rows for compare.py --plot, today's entries for the leaderboard."""
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -8,13 +10,12 @@ from typing import NamedTuple
 import entry
 from metrics import split_log
 
-COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4"}
-NAMES = {
-    "small": "train_small.py",
-    "medium": "train_medium.py",
-    "6x512": "6 layers of width 512",
-    "4x256": "4 layers of width 256",
-}
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4", "plain": "C5"}
+# Lines and text of these colors are readable on a light page and on a dark one.
+BLUE = "#3d85d8"
+ORANGE = "#d9622b"
+GREY = "#808080"
+GREY_TEXT = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
 
 
 class Point(NamedTuple):
@@ -47,6 +48,14 @@ class Row:
         """The mean of a metric; None if a run does not state it."""
         values = self.values(key)
         return fmean(values) if values else None
+
+
+class Curve(NamedTuple):
+    """Bits per byte over training seconds or tokens, for one line of a picture."""
+
+    name: str
+    color: str
+    points: list[tuple[float, float]]
 
 
 def points(log: list[dict]) -> list[Point]:
@@ -102,42 +111,64 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_today(rows: list[Row], rivals: list[tuple[str, str, float, float]], title: str, path: Path) -> None:
-    """Validation over training seconds: a dot for each row, a cross for each rival.
+def mean_end(runs: list[list[tuple[float, float]]]) -> tuple[float, float]:
+    """The mean last point of some seeds."""
+    return fmean(run[-1][0] for run in runs), fmean(run[-1][1] for run in runs)
 
-    Args: rivals (name, device, seconds, bits per byte)
-    """
+
+def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
+    """Validation over training seconds, with the results as dots, cut off far above them."""
     import matplotlib
 
-    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "0.5")
-    with matplotlib.rc_context({**grey, "font.size": 11}):  # readable on a light page and on a dark one
+    with matplotlib.rc_context({**GREY_TEXT, "font.size": 12}):
         figure, (axes,) = new_figure(1, (9, 4.8))
-        for row in rows:
-            color = COLORS.get(row.name, "0.5")
-            end = (row.mean("train_seconds"), row.mean("val_bpb"))
-            axes.plot(*end, "o", color=color, ms=9)
-            label(axes, NAMES.get(row.name, row.name), row.device, *end, color, "right")
-        for name, device, *end in rivals:
-            axes.plot(*end, "X", color="0.5", ms=9)
-            label(axes, name, device, *end, "0.5", "left")
-        ticks = (5, 10, 20, 50, 100, 200, 500)
-        axes.set(xscale="log", xticks=ticks, xticklabels=ticks)
-        axes.minorticks_off()
-        x = [row.mean("train_seconds") for row in rows] + [seconds for _, _, seconds, _ in rivals]
-        y = [row.mean("val_bpb") for row in rows] + [bpb for *_, bpb in rivals]
-        margin = 0.15 * (max(y) - min(y)) or 0.01
-        axes.set(xlim=(min(x) / 4, max(x) * 2), ylim=(min(y) - margin, max(y) + margin))
+        ends = [curve.points[-1] for curve in curves]
+        last = max(seconds for seconds, _ in ends)
+        lowest = min(bpb for _, bpb in ends)
+        span = max(bpb for _, bpb in ends) - lowest or 0.01
+        axes.set(xlim=(0, 1.3 * last), ylim=(lowest - 0.2 * span, lowest + 2 * span))
+
+        labels = []
+        for curve in sorted(curves, key=lambda curve: curve.points[-1][1]):
+            seconds, bpb = curve.points[-1]
+            axes.plot(*zip(*curve.points, strict=True), color=curve.color, lw=2)
+            axes.plot(seconds, bpb, "o", color=curve.color, ms=8)
+            # Labels of curves that end side by side are stacked, right of all of them.
+            right = max(other for other, _ in ends if abs(other - seconds) < last / 8)
+            height = max([bpb, *(y + 0.24 * span for x, y in labels if x == right)])
+            labels.append((right, height))
+            text = f"{curve.name}\n{bpb:.4f} in {seconds:.1f} s"
+            axes.text(right + last / 60, height, text, color=curve.color, va="center", fontsize=11)
+
         axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
         axes.set_title(title, loc="left")
         axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120, transparent=True)
 
 
-def label(axes, name: str, device: str, seconds: float, bpb: float, color: str, side: str) -> None:
-    """Two lines beside a point: `side` is the end of the text that lies at the point."""
-    gpu = device.removeprefix("NVIDIA ").split()[0]
-    shift = -9 if side == "right" else 9
-    axes.annotate(
-        f"{name}\n{bpb:.4f} in {seconds:.1f} s, {gpu}",
-        (seconds, bpb), (shift, 0), textcoords="offset points", va="center", ha=side, color=color, fontsize=10,
-    )  # fmt: skip
+def draw_tokens(curves: list[Curve], path: Path) -> None:
+    """Results over training tokens, both axes logarithmic, and the exponent between each and the next."""
+    import matplotlib
+    from matplotlib.ticker import EngFormatter, FixedLocator, MultipleLocator, NullLocator
+
+    with matplotlib.rc_context({**GREY_TEXT, "font.size": 12}):
+        figure, (axes,) = new_figure(1, (9, 4.8))
+        axes.set(xscale="log", yscale="log", xlabel="training tokens", ylabel="validation, bits per byte")
+        for curve, side in zip(curves, (1, -1), strict=False):  # figures above the first, below the second
+            style = {"color": curve.color, "textcoords": "offset points", "va": "center", "fontsize": 11}
+            axes.plot(*zip(*curve.points, strict=True), "o-", color=curve.color, lw=2, ms=8)
+            for tokens, bpb in curve.points:
+                axes.annotate(f"{bpb:.4f}", (tokens, bpb), (0, 15 * side), ha="center", **style)
+            for (tokens, bpb), (more, lower) in itertools.pairwise(curve.points):
+                exponent = math.log(lower / bpb) / math.log(more / tokens)
+                middle = math.sqrt(tokens * more), math.sqrt(bpb * lower)
+                where = {"xytext": (8 * side, 10 * side), "ha": "left" if side > 0 else "right"}
+                axes.annotate(f"exponent {exponent:.3f}", middle, **where, **style)
+            axes.annotate(curve.name, curve.points[0], (0, 33 * side), ha="center", **style)
+        axes.margins(0.12, 0.3)
+        axes.xaxis.set(major_locator=FixedLocator([3e7, 1e8, 3e8]), major_formatter=EngFormatter())
+        axes.yaxis.set(major_locator=MultipleLocator(0.05), major_formatter="{x:.2f}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(NullLocator())
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120, transparent=True)

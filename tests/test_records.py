@@ -5,6 +5,7 @@ three seeds each, trained for 12 steps.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import importlib.util
 import io
@@ -257,10 +258,11 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     before = (repo / "records" / "README.md").read_text()
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
     swap(folders[0] / "README.md", "## Hypothesis", "Made by A. B. Writer.\n\n## Hypothesis")
-    pictures = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
+    pictures = [repo / "records" / f"{name}.png" for name in ("curves", "training", "tokens")]
+    old = [path.read_bytes() for path in pictures]
     run(leaderboard)
-    written = [(repo / "records" / f"{name}.png").read_bytes() for name in ("curves", "training")]
-    assert all(new.startswith(b"\x89PNG") and new != old for new, old in zip(written, pictures, strict=True))
+    for path, content in zip(pictures, old, strict=True):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.read_bytes() != content
     losses, bpbs = ([[e for e in log if "loss" in e][-1][key] for log in raw(repo, "b")] for key in ("loss", "bpb"))
     last = f"{np.mean(losses):.3f} | {np.std(losses, ddof=1):.3f} | {np.mean(bpbs):.3f} |"
     page = (repo / "records" / "CURVES.md").read_text()
@@ -269,12 +271,14 @@ def test_write_leaderboard(repo, folders, monkeypatch):
     written = (repo / "records" / "README.md").read_text()
     assert written.startswith(before[: before.index(leaderboard.BEGIN)])
     assert "Fewest bits per byte with 4,608 tokens, at most" in written and "Fewest training seconds" in written
-    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", written, re.M)
+    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\](?:.+?) +\| (record 1 |)", written, re.M)
     assert rows == [("base", "record 1 "), ("a-low-rate", "")] * 2
     bpb, seconds = (np.mean([log[-1][key] for log in raw(repo, "a")]) for key in ("val_bpb", "train_seconds"))
-    (best,) = re.findall(r"^\| tiny-small +\| (.*)", written, re.M)  # both records, and their maker
-    assert re.findall(r"\[([\d.]+)\]\(\S+?2026-11-22_base/", best) == [f"{bpb:.5f}", f"{seconds:.2f}"]
-    assert best.endswith("| A. B. Writer |") and written.count("| A. B. Writer |") == 3
+    target = tracks.read()["tracks"]["tiny-small-seconds"]["target_bpb"]
+    (best,) = re.findall(r"^\| tiny-small +\| [^|]+\| (.*?) +\| (.*?) +\|$", written, re.M)
+    link = "(../baselines/2026-11-22_base/README.md) by A. B. Writer"
+    assert best == (f"[{bpb:.5f}]{link}", f"[{seconds:.2f}]{link} to {target:.3f} bpb")
+    assert written.count(" by A. B. Writer") == 4
     assert "c34-small-bpb, c34-small-seconds" in written and "--max-files 1" in written
     assert "is up to date" in run(leaderboard)
     record = folders[1] / "record.json"
@@ -288,6 +292,38 @@ def test_write_leaderboard(repo, folders, monkeypatch):
         assert "README.md: updated" in run(leaderboard) and "[2026" not in (repo / "records/README.md").read_text()
     run(leaderboard)
     assert (repo / "records" / "README.md").read_text() == written
+
+
+def test_what_the_pictures_show(repo, folders, monkeypatch):
+    """Curves over seconds that end at the mean of the seeds, and results over tokens of the same scored text."""
+    tracks_json = tracks.read() | {"main_dataset": "tiny"}
+    monkeypatch.setattr(tracks, "read", lambda: tracks_json)
+    rows = leaderboard.rows_of("tiny")
+    rows.append(dataclasses.replace(rows[0], name="plain", device="another GPU"))
+    ours = repo / "records/rivals/ours"
+    shutil.rmtree(ours)
+    logs = raw(repo, "b")
+    during = next(line for line in logs[0] if "val_bpb" in line)
+    end = tuple(np.mean([log[-1][key] for log in logs]) for key in ("train_seconds", "val_bpb"))
+    (curve,) = leaderboard.our_curves(rows)
+    assert curve.name == "train_small.py"
+    assert curve.points == [(during["train_seconds"], during["val_bpb"]), pytest.approx(end)]
+
+    # An entry that validated at its end alone, beside a run that did so before.
+    rows[0].curves = [curve[-1:] for curve in rows[0].curves]
+    ours.mkdir()
+    (ours / "small_0.jsonl.gz").write_bytes(gzip.compress((repo / "out/a_0/log.jsonl").read_bytes()))
+    during = next(line for line in raw(repo, "a")[0] if "val_bpb" in line)
+    assert leaderboard.our_curves(rows)[0].points == [(during["train_seconds"], during["val_bpb"]), pytest.approx(end)]
+
+    # The committed run, which is no entry, scored another text; this one scored the same.
+    shutil.copy(repo / "out/a_0/log.jsonl", repo / "records")
+    (small,) = leaderboard.token_curves()
+    bpb = np.mean([log[-1]["val_bpb"] for log in raw(repo, "b")])
+    assert small.name == "train_small.py" and small.points == [(4608, pytest.approx(bpb))]
+    monkeypatch.setattr(leaderboard, "SINGLE_RUNS", (("medium", "log.jsonl"),))
+    _, medium = leaderboard.token_curves()
+    assert medium.name == "train_medium.py" and medium.points == [(4608, raw(repo, "a")[0][-1]["val_bpb"])]
 
 
 # ==== tampering

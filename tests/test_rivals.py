@@ -15,7 +15,9 @@ import train_small as ts
 
 from tiny import ROOT, tiny_config, write_dataset, write_shard
 
+sys.path.insert(0, str(ROOT / "records"))
 sys.path.insert(0, str(ROOT / "records/rivals"))
+import leaderboard
 import plain_gpt
 import rivals
 from rival_text import Text, UserError
@@ -139,8 +141,8 @@ def hooks(tmp_path, monkeypatch):
         folder = tmp_path / f"data_{divide}"
         merges = [bytes([i // 256, i % 256]) for i in range(32768 - 256 - 9)]
         write_dataset(folder, merges=merges)
-        settings = {"data": str(folder), "divide": divide, "tokens": tokens, "lr": 1.4, "mlp": "bf16", "seed": 3, "val_every": 0}
-        monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings | {"limit": None}))
+        settings = {"data": str(folder), "divide": divide, "tokens": tokens, "lr": 1.4, "mlp": "bf16", "seed": 3}
+        monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings | {"limit": None, "val_every": 0}))
         monkeypatch.delitem(sys.modules, "modded_hooks", raising=False)
         module = importlib.import_module("modded_hooks")
         module.DEVICE = "cpu"
@@ -384,41 +386,102 @@ def test_nanochat_from_clone_to_table(dataset_dir, tmp_path, monkeypatch, capsys
     assert f"| 1 | 13 | 3,328 | {bpb} | {bpb} | 1.3 |" in row
 
 
-def write_log(path, bpb: float = 1.5, seconds: float = 2.0, more: str = "", seed: int = 0, true_bpb=1.5) -> None:
-    nats = true_bpb * math.log(2) * 1000
-    run = {"settings": {"rival": "gpt", "lr": 0.001, "seed": seed, "smoke": False}, "machine": {"device": "a CPU"}}
-    run |= {"dataset": {"name": "p34", "scored": {"bytes": 1000}}}
-    result = {"bpb": bpb, "nats": nats, "seconds": seconds, "steps": 50, "tokens": 100, "gib": None}
-    lines = ["RUN " + json.dumps(run), "step 50/50 loss 1.2345 seconds 2.00", "RESULT " + json.dumps(result) + more]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+def bits(nats: float) -> float:
+    """Of 1,000 bytes, for each byte."""
+    return nats / math.log(2) / 1000
+
+
+def write_log(path, *lines: str, rival="gpt", lr=0.001, seed=0, nats=1000.0, **wrong) -> None:
+    """A finished run: these lines, then the result of 50 steps in 2 s, but for what is `wrong` in it."""
+    settings = {"rival": rival, "lr": lr, "seed": seed, "smoke": False}
+    run = {"settings": settings, "machine": {"device": "a CPU"}, "dataset": {"name": "p34", "scored": {"bytes": 1000}}}
+    result = {"bpb": bits(nats), "nats": nats, "seconds": 2.0, "steps": 50, "tokens": 100, "gib": None} | wrong
+    words = ["RUN " + json.dumps(run), *lines, "RESULT " + json.dumps(result)]
+    path.write_bytes(gzip.compress("\n".join(words).encode()))
+
+
+GPT_LINE = "step 50/50 loss 1.2345 seconds 2.00"
 
 
 def test_a_log_that_contradicts_its_result_is_refused(tmp_path):
     path = tmp_path / "x.log.gz"
-    write_log(path)
-    assert rivals.read_log(path)["result"]["bpb"] == 1.5
-    for wrong, words in (
-        ({"bpb": 1.4}, "states 1.400000 bpb, but its nats give 1.500000"),
-        ({"seconds": 1.9}, "50 steps in 1.90 s, but its lines give 50 in 2.00 s"),
-        ({"more": "\nRESULT {}"}, "not the log of a finished run: it has 2 results"),
+    write_log(path, GPT_LINE)
+    assert rivals.read_log(path)["validations"] == [(50, 2.0, pytest.approx(bits(1000)))]
+    for line, wrong, words in (
+        (GPT_LINE, {"bpb": 1.4}, "states 1.400000 bpb, but its nats give 1.442695"),
+        (GPT_LINE, {"seconds": 1.9}, "50 steps in 1.90 s, but its lines give 2.00 s"),
+        (GPT_LINE, {"steps": 49}, r"results after \[49\] steps, but its lines have them after \[50\]"),
+        ("RESULT {}", {}, "not the log of a finished run: it has 2 results"),
     ):
-        write_log(path, **wrong)
+        write_log(path, line, **wrong)
         with pytest.raises(UserError, match=words):
             rivals.read_log(path)
 
 
+def modded_lines(milliseconds: int, **wrong) -> list[str]:
+    """A validation after 20 steps, as its copy prints it, and the line of the last one."""
+    state = {"bpb": bits(1500), "nats": 1500.0, "seconds": 0.9, "steps": 20} | wrong
+    first = ["step:20/50 train_time:880ms step_avg:44.00ms", "VALIDATION " + json.dumps(state)]
+    times = {20: milliseconds, 50: 2000}
+    return first + [f"step:{step}/50 val_loss:3.1 train_time:{time}ms step_avg:1ms" for step, time in times.items()]
+
+
+def test_validations_of_modded_nanogpt(tmp_path):
+    path = tmp_path / "x.log.gz"
+    write_log(path, *modded_lines(900), rival="modded")
+    expected = [(20, 0.9, pytest.approx(bits(1500))), (50, 2.0, pytest.approx(bits(1000)))]
+    assert rivals.read_log(path)["validations"] == expected
+    for lines, words in (
+        (modded_lines(900, bpb=2.0), "states 2.000000 bpb, but its nats give 2.164043"),
+        (modded_lines(990), "states 20 steps in 0.90 s, but its lines give 0.99 s"),
+        (modded_lines(900, steps=21), r"results after \[21, 50\] steps, but its lines have them after \[20, 50\]"),
+    ):
+        write_log(path, *lines, rival="modded")
+        with pytest.raises(UserError, match=words):
+            rivals.read_log(path)
+
+
+def test_validations_of_nanochat(tmp_path):
+    """Steps of 10 ms behind 11 that its clock leaves out, of which each counts as the mean of the others."""
+    path = tmp_path / "x.log.gz"
+    lines = ["Step 00000 | Validation bpb: 3.500000"]
+    lines += [f"step {step:05d}/00050 (0%) | dt: {9999 if step < 11 else 10}.00ms | x" for step in range(30)]
+    lines += ["Step 00030 | Validation bpb: 1.750000"]
+    lines += [f"step {step:05d}/00050 (0%) | dt: 20.00ms | x" for step in range(30, 50)]
+    lines += ["Step 00050 | Validation bpb: 1.442695"]
+    mean = (19 * 0.01 + 20 * 0.02) / 39
+    write_log(path, *lines, rival="nanochat", seconds=50 * mean)
+    (start, during, end) = rivals.read_log(path)["validations"]
+    assert start == (0, 0, 3.5)
+    assert during == (30, pytest.approx(11 * mean + 19 * 0.01), 1.75)
+    assert end == (50, pytest.approx(50 * mean), pytest.approx(bits(1000), abs=1e-9))
+    write_log(path, *lines[:-2], rival="nanochat", seconds=50 * mean)
+    with pytest.raises(UserError, match="results after"):
+        rivals.read_log(path)
+
+
+def test_curves_of_rivals(tmp_path, monkeypatch):
+    """Each rival with its best settings: the seed with the most validations, ended at the mean of the seeds."""
+    logs = tmp_path / "rivals/logs"
+    logs.mkdir(parents=True)
+    monkeypatch.setattr(leaderboard, "README", tmp_path / "README.md")
+    end = "step:50/50 val_loss:3.1 train_time:2200ms step_avg:1ms"
+    write_log(logs / "a.log.gz", end, rival="modded", nats=1100.0, seconds=2.2)
+    write_log(logs / "b.log.gz", *modded_lines(900), rival="modded", seed=1)
+    write_log(logs / "c.log.gz", end, rival="modded", lr=0.1, nats=1900.0, seconds=2.2)
+    write_log(logs / "d.log.gz", GPT_LINE)
+    found = {curve.name: curve.points for curve in leaderboard.rival_curves("p34", "a CPU")}
+    modded = [(0.9, pytest.approx(bits(1500))), (pytest.approx(2.1), pytest.approx(bits(1050)))]
+    assert found == {"modded-nanogpt, record 89": modded, "plain GPT": [(2.0, pytest.approx(bits(1000)))]}
+    assert leaderboard.rival_curves("p34", "NVIDIA H200") == leaderboard.rival_curves("p100", "a CPU") == []
+
+
 def test_seeds_share_a_row(tmp_path, capsys):
-    write_log(tmp_path / "a.log.gz", seed=0)
-    write_log(tmp_path / "b.log.gz", seed=1, bpb=1.6, true_bpb=1.6, seconds=2.004)
+    write_log(tmp_path / "a.log.gz", GPT_LINE, nats=1500 * math.log(2))
+    write_log(tmp_path / "b.log.gz", GPT_LINE, nats=1600 * math.log(2), seed=1, seconds=2.004)
     assert rivals.main(["results", "--logs", str(tmp_path)]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert rows == ["| p34 | gpt | lr 0.001 | 0, 1 | 50 | 100 | 1.5500 | 1.5000, 1.6000 | 2.0 |  | a CPU |"]
-
-
-def test_modded_clock_is_that_of_its_validation():
-    lines = ["step:9/10 train_time:900ms step_avg:100.00ms", "step:10/10 train_time:950ms step_avg:95.00ms"]
-    lines += ["RESULT {}", "step:10/10 val_loss:3.1 train_time:1000ms step_avg:100.00ms"]
-    assert rivals.modded_clock(lines) == (10, 1.0)
 
 
 def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):

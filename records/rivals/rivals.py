@@ -185,8 +185,9 @@ def run_cpu(args: argparse.Namespace) -> None:
     if not (args.data / "dataset.json").is_file():
         way = "python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib"
         raise UserError(f"no dataset at {args.data}; make it with `{way}`")
-    shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048, "gpu": "", "val_every": 0}
-    shared |= {"attention": "torch", "flags": f"--aspect-ratio 48 --head-dim 64 {args.flags}".strip()}
+    shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048}
+    shared |= {"gpu": "", "val_every": 0, "attention": "torch"}
+    shared["flags"] = f"--aspect-ratio 48 --head-dim 64 {args.flags}".strip()
     if "nanochat" in args.rivals:
         own = {"depth": 4, "lr": args.nanochat_lr, "fp8": False, "loader": "stream"}
         run_nanochat(argparse.Namespace(**shared | own))
@@ -266,42 +267,57 @@ def train(args: argparse.Namespace, settings: dict, script: list, folder: Path, 
 
 
 def read_log(path: Path) -> dict:
-    """The first line of a log and its result. Raises: UserError if the log contradicts its result"""
+    """The first line of a log, its result, and its validations as (steps, seconds, bpb), which end with the result.
+
+    Raises: UserError if the log contradicts itself
+    """
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    marked = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
-    if not lines or not lines[0].startswith("RUN ") or len(marked) != 1:
-        raise UserError(f"{path} is not the log of a finished run: it has {len(marked)} results")
+    count = sum(line.startswith("RESULT ") for line in lines)
+    if not lines or not lines[0].startswith("RUN ") or count != 1:
+        raise UserError(f"{path} is not the log of a finished run: it has {count} results")
     run = json.loads(lines[0].removeprefix("RUN "))
-    result = json.loads(marked[0])
+    clock = {"modded": modded_clock, "nanochat": nanochat_clock, "gpt": gpt_clock}[run["settings"]["rival"]](lines)
+    stated = [json.loads(line.partition(" ")[2]) for line in lines if line.startswith(("VALIDATION ", "RESULT "))]
+    steps = [each["steps"] for each in stated]
+    if steps[-1] != max(clock, default=0) or not clock.keys() >= set(steps):
+        raise UserError(f"{path} states results after {steps} steps, but its lines have them after {sorted(clock)}")
 
-    bpb = result["nats"] / math.log(2) / run["dataset"]["scored"]["bytes"]
-    if abs(bpb - result["bpb"]) > 1e-6:
-        raise UserError(f"{path} states {result['bpb']:.6f} bpb, but its nats give {bpb:.6f}")
-    clock = {"modded": modded_clock, "nanochat": nanochat_clock, "gpt": gpt_clock}[run["settings"]["rival"]]
-    steps, seconds = clock(lines)
-    if steps != result["steps"] or abs(seconds - result["seconds"]) > 0.002 * seconds + 0.02:
-        stated = f"{result['steps']} steps in {result['seconds']:.2f} s"
-        raise UserError(f"{path} states {stated}, but its lines give {steps} in {seconds:.2f} s")
-    return run | {"result": result}
+    # nanochat prints its validations during training with six digits and without nats.
+    printed = re.findall(r"^Step (\d+) \| Validation bpb: (\S+)", "\n".join(lines), re.MULTILINE)
+    bpbs = {int(step): float(bpb) for step, bpb in printed}
+    for each in stated:
+        bpb = each["nats"] / math.log(2) / run["dataset"]["scored"]["bytes"]
+        if abs(bpb - each["bpb"]) > 1e-6:
+            raise UserError(f"{path} states {each['bpb']:.6f} bpb, but its nats give {bpb:.6f}")
+        seconds = clock[each["steps"]]
+        if abs(seconds - each["seconds"]) > 0.002 * seconds + 0.02:
+            took = f"{each['steps']} steps in {each['seconds']:.2f} s"
+            raise UserError(f"{path} states {took}, but its lines give {seconds:.2f} s")
+        bpbs[each["steps"]] = bpb
+    validations = [(step, clock[step], bpb) for step, bpb in sorted(bpbs.items())]
+    return run | {"result": stated[-1], "validations": validations}
 
 
-def modded_clock(lines: list[str]) -> tuple[int, float]:
-    """(steps, seconds) of the line of its validation, before which it waits for the GPU."""
+def modded_clock(lines: list[str]) -> dict[int, float]:
+    """{steps: seconds} of the lines of its validations, before which it waits for the GPU."""
     found = re.findall(r"^step:(\d+)/\d+ val_loss:\S+ train_time:(\d+)ms", "\n".join(lines), re.MULTILINE)
-    return int(found[-1][0]), int(found[-1][1]) / 1000
+    return {int(steps): int(milliseconds) / 1000 for steps, milliseconds in found}
 
 
-def nanochat_clock(lines: list[str]) -> tuple[int, float]:
-    """(steps, seconds): the steps after the first 11, whose seconds its own clock leaves out, stand for all."""
-    found = re.findall(r"^step (\d+)/.* dt: ([\d.]+)ms", "\n".join(lines), re.MULTILINE)
-    counted = [float(time) / 1000 for step, time in found if int(step) > 10]
-    return len(found), sum(counted) * len(found) / max(len(counted), 1)
+def nanochat_clock(lines: list[str]) -> dict[int, float]:
+    """{steps: seconds} of its validations; the first 11 steps, which its own clock leaves out, count as mean ones."""
+    text = "\n".join(lines)
+    times = [float(time) / 1000 for time in re.findall(r"^step \d+/.* dt: ([\d.]+)ms", text, re.MULTILINE)]
+    counted = times[11:]
+    times[:11] = [sum(counted) / max(len(counted), 1)] * min(11, len(times))
+    validated = map(int, re.findall(r"^Step (\d+) \| Validation", text, re.MULTILINE))
+    return {steps: sum(times[:steps]) for steps in (*validated, len(times))}
 
 
-def gpt_clock(lines: list[str]) -> tuple[int, float]:
-    """(steps, seconds) of the last step line."""
+def gpt_clock(lines: list[str]) -> dict[int, float]:
+    """{steps: seconds} of the last step line."""
     found = re.findall(r"^step (\d+)/\d+ loss \S+ seconds ([\d.]+)", "\n".join(lines), re.MULTILINE)
-    return int(found[-1][0]), float(found[-1][1])
+    return {int(found[-1][0]): float(found[-1][1])}
 
 
 def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[dict]]:
@@ -317,10 +333,9 @@ def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[
 
 def short_name(settings: dict) -> str:
     """What a picture calls a run with these settings."""
-    if settings["rival"] == "modded":
-        return f"modded-nanogpt record 89, batches / {settings['divide']}"
-    name = f"nanochat d{settings['depth']}" if settings["rival"] == "nanochat" else "plain GPT"
-    return f"{name}, {settings['batch']:,} tokens a step"
+    if settings["rival"] == "nanochat":
+        return f"nanochat d{settings['depth']}"
+    return {"modded": "modded-nanogpt, record 89", "gpt": "plain GPT"}[settings["rival"]]
 
 
 def results(args: argparse.Namespace) -> None:
