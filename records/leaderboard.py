@@ -34,7 +34,7 @@ TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for k
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
-BESIDE_RIVALS = {"small": "train_small.py", "plain": "train_small.py without tables"}  # rows in curves.png, and their labels
+BESIDE_RIVALS = {"small": "train_small.py", "plain": "train_small.py without tables"}  # in curves.png
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
 
 
