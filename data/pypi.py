@@ -440,6 +440,7 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
     name = spec.removeprefix("pypi:")
     lock = read_json(LOCK)
     corpus = make_corpus(lock, name, workers)
+    print("left out:")
     for reason, count in sorted(corpus.dropped.items()):
         print(f"{count:9,} {reason}")
     files = [[package["file"], package["size"], package["sha256"]] for package in set_packages(lock, name)]

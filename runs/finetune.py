@@ -116,7 +116,8 @@ def new_job(script: ModuleType, args: argparse.Namespace):
         steps = job.config.num_steps
         if steps < MIN_STEPS:
             fewer = max(1, packs * steps // MIN_STEPS)
-            say(f"note: few steps ({steps}); make more of them with --packs {fewer}, or with --max-epochs")
+            ways = f"--packs {fewer} or --max-epochs" if fewer < packs else "--max-epochs"
+            say(f"note: few steps ({steps}); make more of them with {ways}")
     return job
 
 

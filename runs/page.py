@@ -167,16 +167,16 @@ def settings(max_tokens: int) -> list:
         gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
         gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
         gr.Number(max_tokens, label="Maximum tokens per answer (0: what fits)", precision=0, minimum=0),
-        gr.Number(None, label="Seed (empty: a new one each time)", precision=0),
+        gr.Number(-1, label="Seed (-1: a new one each time)", precision=0, minimum=-1),
     ]
 
 
-def sampling(temperature: float, top_p: float, min_p: float, top_k: int, max_tokens: int, seed: int | None) -> dict:
+def sampling(temperature: float, top_p: float, min_p: float, top_k: int, max_tokens: int, seed: int) -> dict:
     """The fields of a request."""
     fields = {"temperature": temperature, "top_p": top_p, "extra_body": {"min_p": min_p, "top_k": top_k}}
     if max_tokens:
         fields["max_tokens"] = max_tokens
-    if seed is not None:
+    if seed >= 0:
         fields["seed"] = seed
     return fields
 
@@ -205,7 +205,7 @@ def chat_page(client, model: str):
 
     with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
         with gr.Sidebar(position="right", open=False):
-            system = gr.Textbox("", label="System text", lines=2)
+            system = gr.Textbox("", label="System message", lines=2)
             inputs = [system, *settings(0)]
         status = gr.Markdown(render=False)
         chatbot = gr.Chatbot(show_label=False, scale=1, editable="user", buttons=["copy", "copy_all"],

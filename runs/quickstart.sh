@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Trains a language model from nothing, without a GPU and without downloading data. It sets up .venv, makes a dataset
-# from Python's own standard library, trains a tiny model on it (runs/cpu.args), lets the model write some Python and
-# compares it with gzip and xz.
+# from Python's own standard library, trains a tiny model on it (runs/cpu.args) and lets the model write some Python.
 #
 #     bash runs/quickstart.sh               the whole thing
 #     bash runs/quickstart.sh --steps 20    a smoke test; flags go to train_small.py, and the run has its own directory

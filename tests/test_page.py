@@ -210,7 +210,9 @@ def test_markup(chat_server, pages, browse, bodies):
 def test_settings_and_errors(chat_server, pages, browse, bodies):
     """Settings go out with a request. What the server says is shown; a question without an answer is left out."""
     page = browse(pages[0])
-    values = {"System text": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
+    say(page, chat_server, "one", "yes")
+    assert "seed" not in bodies[-1], "a new one each time"
+    values = {"System message": "Be brief.", "Temperature": "0.5", "Top-p": "0.9", "Min-p": "0.1", "Top-k": "5",
               "Maximum tokens": "7", "Seed": "3"}  # fmt: skip
     configure(page, values)
     send(page, "word " * 600)
@@ -219,14 +221,14 @@ def test_settings_and_errors(chat_server, pages, browse, bodies):
     assert bots(page)[-1] == "yes"
     names = ("temperature", "top_p", "min_p", "top_k", "max_tokens", "seed")
     assert [bodies[-1][name] for name in names] == [0.5, 0.9, 0.1, 5, 7, 3]
-    assert [one["content"] for one in bodies[-1]["messages"]] == ["Be brief.", "two"]
+    assert [one["content"] for one in bodies[-1]["messages"]] == ["Be brief.", "one", "yes", "two"]
 
 
 def test_two_tabs(chat_server, pages, browse):
     """A tab keeps what the other one has saved, and what that one has deleted stays away; a reload keeps all."""
     first = browse(pages[0])
     say(first, chat_server, "one", "yes")
-    configure(first, {"System text": "Be brief."})
+    configure(first, {"System message": "Be brief."})
     second = first.context.new_page()
     second.goto(pages[0])
     say(second, chat_server, "two", "yes")
@@ -236,7 +238,7 @@ def test_two_tabs(chat_server, pages, browse):
     until(lambda: first.evaluate(stored) == [4, 2])
     second.reload()
     until(lambda: second.locator(cells).all_text_contents() == ["one", "two"])
-    until(lambda: second.get_by_label("System text").input_value() == "Be brief.")
+    until(lambda: second.get_by_label("System message").input_value() == "Be brief.")
     second.click(f"{cells} >> text=one")
     until(lambda: len(bots(second)) == 2)
     second.get_by_label("Clear").click()

@@ -15,7 +15,7 @@ from tiny import ROOT, TINY
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
-    "device time": "0.0800 device hours", "device": "8 x GPU", "torch": "2.11.0", "commit": "0123456789ab (changed)"
+    "device hours": "0.0800", "device": "8 x GPU", "torch": "2.11.0", "commit": "0123456789ab (changed)"
 }  # fmt: skip
 
 

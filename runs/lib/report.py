@@ -115,7 +115,7 @@ def machine_rows(description: dict, result: dict) -> dict:
         return {}
     hours = result.get("train_seconds", 0) * machine["num_devices"] / 3600
     return {
-        "device time": f"{hours:.4f} device hours",
+        "device hours": f"{hours:.4f}",
         "device": f"{machine['num_devices']} x {machine['device']}",
         "torch": machine["torch"],
         "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
