@@ -1,6 +1,5 @@
 """The terminal chat: cached turns against computing everything anew, a full context, commands, and a stub server."""
 
-import atexit
 import builtins
 import contextlib
 import io
