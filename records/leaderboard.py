@@ -235,7 +235,7 @@ def draw() -> list[Path]:
         return []
     names = ("curves", "training", "tokens")
     today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
-    title = f"{dataset.upper()} on one {gpu_of(rows[0].device)}: lower is better, further left is faster"
+    title = f"{dataset.upper()}, one run each on an {gpu_of(rows[0].device)}: lower is better, further left is faster"
     plots.draw_seconds([*our_curves(rows), *rival_curves(dataset, rows[0].device)], title, today)
     plots.draw_rows(rows, losses)
     plots.draw_tokens(token_curves(), tokens)
@@ -245,8 +245,7 @@ def draw() -> list[Path]:
 def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
     """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only.
 
-    A curve ends at the mean of an entry's seeds. For entries that validated at their end alone, a run in rivals/ours
-    has the points before.
+    Each is one run. For entries that validated at their end alone it is one of rivals/ours.
     """
     curves = []
     for row in rows:
@@ -254,8 +253,7 @@ def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
             runs = validations(row.curves)
             logs = (README.parent / "rivals" / "ours").glob(f"{row.name}_*.jsonl.gz")
             more = validations([plots.points(read_log(path)) for path in logs])
-            points = [*max(runs + more, key=len)[:-1], plots.mean_end(runs)]
-            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, points))
+            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, max(runs + more, key=len)))
     return curves
 
 
@@ -273,8 +271,7 @@ def rival_curves(dataset: str, device: str) -> list[plots.Curve]:
             color = plots.ORANGE if settings["rival"] == "modded" else plots.GREY
             # nanochat also validates before its first step.
             runs = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in same]
-            points = [*max(runs, key=len)[:-1], plots.mean_end(runs)]
-            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, points))
+            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, max(runs, key=len)))
 
     def order(curve: plots.Curve) -> tuple[bool, float]:
         return len(curve.points) == 1, curve.points[-1][1]

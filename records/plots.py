@@ -111,11 +111,6 @@ def draw_rows(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def mean_end(runs: list[list[tuple[float, float]]]) -> tuple[float, float]:
-    """The mean last point of some seeds."""
-    return fmean(run[-1][0] for run in runs), fmean(run[-1][1] for run in runs)
-
-
 def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
     """Validation over training seconds, with the results as dots, cut off far above them."""
     import matplotlib
