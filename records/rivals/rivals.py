@@ -133,7 +133,7 @@ def settings_of(rival: str, args: argparse.Namespace, sequence: int = 2048) -> d
 
 def run_modded(args: argparse.Namespace) -> None:
     folder = copy_of("modded", args)
-    if not gpu_name(args.gpu):
+    if not ask_gpu("name", args.gpu):
         raise UserError("modded-nanogpt needs an NVIDIA GPU; nvidia-smi finds none")
     settings = settings_of("modded", args)
     settings |= {"divide": args.divide, "lr": args.lr, "mlp": args.mlp, "attention": args.attention}
@@ -196,12 +196,15 @@ def run_cpu(args: argparse.Namespace) -> None:
         run_gpt(argparse.Namespace(**shared | own))
 
 
-def gpu_name(gpu: str | None) -> str | None:
-    """Name of the first visible GPU, or None. gpu: as CUDA_VISIBLE_DEVICES; "" for none"""
+def ask_gpu(field: str, gpu: str | None) -> str | None:
+    """A field of nvidia-smi, such as name or uuid, of the first visible GPU; None without one.
+
+    gpu: as CUDA_VISIBLE_DEVICES; "" for none
+    """
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES") if gpu is None else gpu
     if gpu == "" or not shutil.which("nvidia-smi"):
         return None
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *(["-i", gpu.split(",")[0]] if gpu else [])]
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", *(["-i", gpu.split(",")[0]] if gpu else [])]
     lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     return lines[0] if lines else None
 
@@ -220,9 +223,9 @@ def describe(settings: dict, gpu: str | None) -> dict:
     text = Text(settings["data"], settings["sequence"], settings["limit"])
     scored = {"targets": text.targets, "bytes": text.bytes, "sha256": text.scored_sha256()}
     dataset = {"name": text.name, "fingerprint": text.info["fingerprint"], "scored": scored}
-    device = gpu_name(gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
+    device = ask_gpu("name", gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("torch", "triton")}
-    machine = {"device": device, "python": platform.python_version(), **packages}
+    machine = {"device": device, "gpu_uuid": ask_gpu("uuid", gpu), "python": platform.python_version(), **packages}
     shown = {name: value for name, value in settings.items() if name != "data"}
     commit = CLONES.get(settings["rival"], (None, None))[1]
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
