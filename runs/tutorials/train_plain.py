@@ -1,17 +1,18 @@
 """The model of train_small.py and its training in plain PyTorch, to read and to try ideas in.
 
-    python runs/tutorials/train_plain.py --data data/shards/stdlib                  a tiny model, on a laptop
-    python runs/tutorials/train_plain.py --data data/shards/climbmix --size small   the real one, on a GPU
+    python runs/tutorials/train_plain.py --data data/shards/stdlib                         tiny model, laptop
+    python runs/tutorials/train_plain.py --data data/shards/p34 --size small --steps 240   real model, GPU
 
+Tutorial 1 makes the first dataset, README.md the second.
 From the same weights and text, both reach the same losses (tests/test_train_plain.py). Only what makes training fast or
 convenient is left out, and the mean of the last weights that train_small.py ends with (worth 0.002). Nothing is
 imported from the repository: copy this file and change the copy. Sections: CONFIG, MODEL (ids -> logits), LOSS
 (documents -> nats), DATA (shards -> packs), OPTIMIZER, SCHEDULE, LOOP.
 
 "Record 34" is a speedrun of modded-nanogpt, where a trick comes from. "Worth 0.01" is what it saves on B34, a benchmark
-of 34 M tokens, in bits per byte of validation text (table in dev/MEASUREMENTS.md). Letters in shapes: T tokens
-of a pack, D width, H heads, K head width, F hidden width of the MLP, V vocabulary, L layers, E layers with value
-embeddings.
+of 34 M tokens, in bits per byte of validation text (table in dev/MEASUREMENTS.md). Capitals at the end of a name are
+its shape: x_THK is (T, H, K). T tokens of a pack, D width, H heads, K head width, F hidden width of the MLP, V
+vocabulary, L layers, E layers with value embeddings, C width of a trigram row, 1 an axis of length 1.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-# ---- 1. CONFIG: sizes, rates and stages. Other numbers stand where they are used.
+# ---- 1. CONFIG: sizes, rates and stages. Other numbers are where they are used.
 @dataclass(frozen=True)
 class Stage:  # a part of the run; early ones have small batches, which is better for each token
     fraction: float  # of the run's steps
@@ -44,7 +45,7 @@ class Config:  # the defaults are DecoderStack-small
     head_dim: int = 128
     mlp_width: int = 3072
     vocab_size: int = 32768  # replaced by that of the dataset, rounded up to a multiple of 64
-    no_attention_layers: tuple = (4, 6, 9)  # record 17 leaves it out of layer 6
+    no_attention_layers: tuple = (4, 6, 9)  # record 17
     long_layers: tuple = (3, 10)  # worth 0.029 against short windows everywhere
     key_offset_layers: tuple = (3, 10)
     value_embed_layers: tuple = (1, 2, 8, 10)
@@ -52,7 +53,7 @@ class Config:  # the defaults are DecoderStack-small
     exclusive_layers: tuple = (1, 3, 7)
     gated_layers: tuple = (3, 10)
     shared_input_from: int = 8
-    bigram_rows: int = 1638400  # 163,840 cost 0.004 bpb on B34, and save 18 GB here (computed)
+    bigram_rows: int = 1638400  # a tenth of them costs 0.004 on B34 and saves 18 GB (computed)
     trigram_rows: int = 16384000
     max_seq_len: int = 2048  # tokens; what is left of a longer document counts as one of its own
     window_short: int = 128  # how many tokens most layers look back
@@ -67,7 +68,7 @@ class Config:  # the defaults are DecoderStack-small
     )
 
 
-TINY = Config(  # the model of runs/cpu.args, with trigrams and wider mixing
+TINY = Config(  # as large as runs/cpu.args; tricks, rates and length differ, and so does its bpb
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
     key_offset_layers=(1, 3), value_embed_layers=(0, 3), paired_layers=(),
     exclusive_layers=(1,), gated_layers=(3,), bigram_rows=10240, trigram_rows=25600,
@@ -89,7 +90,7 @@ def rotate(x_THK: Tensor, angles_T1K: Tensor) -> Tensor:
 
 
 def visible(positions_T: Tensor, window: int) -> Tensor:
-    """Who sees whom, bool (T, T): a query sees itself and what lies before it in its document and in the window."""
+    """Who sees whom, bool (T, T): a query sees itself and `window` tokens before it, if its document has them."""
     distance = torch.arange(len(positions_T))[:, None] - torch.arange(len(positions_T))
     return (distance >= 0) & (distance <= positions_T[:, None]) & (distance <= window)
 
@@ -102,7 +103,7 @@ class Model(nn.Module):
         L = config.num_layers
         E = len(config.value_embed_layers)
         heads = D // config.head_dim
-        rows = min(2, heads) * config.head_dim
+        pair_rows = min(2, heads) * config.head_dim  # those of two heads in Q or K
         bound = 0.5 * math.sqrt(3 / D)  # of a uniform distribution with deviation 0.5 / sqrt(D)
 
         # One table for input and output: worth 0.008 against two.
@@ -114,10 +115,10 @@ class Model(nn.Module):
         self.trigram_embed = nn.Parameter(torch.zeros(config.trigram_rows, C))
         self.trigram_proj = nn.Parameter(torch.randn(D, C) * C**-0.5)
 
-        # Matrices of all layers; Q and K for NorMuon in pairs of heads (record 80; worth 0.002).
-        self.qk = nn.Parameter(torch.empty(L, 2 * D // rows, rows, D).uniform_(-bound, bound))
+        # Matrices of all layers. NorMuon takes Q and K in pairs of heads (record 80; worth 0.002).
+        self.qk = nn.Parameter(torch.empty(L, 2 * D // pair_rows, pair_rows, D).uniform_(-bound, bound))
         self.v = nn.Parameter(torch.empty(L, D, D).uniform_(-bound, bound))
-        self.o = nn.Parameter(torch.empty(L, D, D).uniform_(-bound, bound))  # not zero: record 64
+        self.o = nn.Parameter(torch.empty(L, D, D).uniform_(-bound, bound))  # not zero (record 64)
         self.up = nn.Parameter(torch.empty(L, config.mlp_width, D).uniform_(-bound, bound))
         self.down = nn.Parameter(torch.zeros(L, config.mlp_width, D))  # zero: no effect at first
 
@@ -159,7 +160,7 @@ class Model(nn.Module):
         ngram = self.bigram_embed[row_T.masked_fill(first_T, self.config.bigram_rows - 1)]
         ngram = ngram * self.bigram_signs[sign_T.masked_fill(first_T, 0)]
 
-        # Trigrams: the same with narrower rows (worth 0.002).
+        # Trigrams: the same with narrower rows, of C channels (worth 0.002).
         last = self.config.trigram_rows - 1
         row_T = ((36313 * tokens_T) ^ (27191 * previous_T) ^ (51787 * before_T)) % last
         sign_T = (tokens_T ^ (3 * previous_T) ^ (7 * before_T)) % len(self.bigram_signs)
@@ -168,8 +169,8 @@ class Model(nn.Module):
         ngram = ngram + F.linear(trigram, self.trigram_proj)
 
         for layer in range(self.config.num_layers):
-            # Before the last layer, each token weighs input and stream for itself: one sum for the values of
-            # attention, one for the stream (arXiv 2502.12170, record 81).
+            # Before the last layer, each token weighs the input x0 and the residual stream x: once for
+            # the values of attention, once for the stream (arXiv 2502.12170, record 81).
             mixed = torch.zeros_like(x)
             if layer == self.config.num_layers - 1:
                 w = F.linear(F.gelu(F.linear(norm(x), self.mix_in)), self.mix_out).split(1, 1)
@@ -177,12 +178,12 @@ class Model(nn.Module):
                 x = x + w[2] * x0 + w[3] * x
 
             if layer not in self.config.no_attention_layers:
-                # The last layers share one input for attention (record 77; worth 0.002).
+                # Layers after shared_input_from reuse its attention input (record 77; worth 0.002).
                 if layer <= self.config.shared_input_from:
-                    a = norm(x)
+                    attention_input = norm(x)
                 mask = mask_long if layer in self.config.long_layers else mask_short
                 mask = mask_paired if layer in self.config.paired_layers else mask
-                y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask, mixed)
+                y = self.attention(layer, attention_input, tokens_T, first_T, angles_T1K, mask, mixed)
                 x = self.keep_before_attention[layer] * x + y
 
             # Every layer reads the n-grams again.
@@ -203,7 +204,7 @@ class Model(nn.Module):
         # A scalar multiplies a weight, which is 100 times smaller than an activation (record 47).
         v_THK = F.linear(a_TD, self.v[layer] * self.scale_v[layer]).view(by_head)
         q, k = F.linear(a_TD, self.qk[layer].flatten(0, 1)).chunk(2, -1)
-        q_THK = rotate(norm(q.view(by_head)) * 0.12, angles_T1K)  # record 20
+        q_THK = rotate(norm(q.view(by_head)) * 0.12, angles_T1K)  # not 1 / sqrt(K): record 20
         k_THK = rotate(norm(k.view(by_head)), angles_T1K)
 
         # Key offset: half of each key is the previous token's, so that one layer can look for "what came after the
@@ -221,11 +222,12 @@ class Model(nn.Module):
         v_THK = v_THK + mixed_TD.view(by_head)
 
         # Paired layers: heads h and h + H / 2 share a softmax over the keys of both, as two rows of each token
-        # (modded-nanogpt PR 191).
+        # (modded-nanogpt PR 191). Of a token's heads 0 1 2 3, reshape puts 0 1 into one row and 2 3 into
+        # the next: heads 0 and 2 are then the rows of one head, 1 and 3 those of another.
         rows = mask_TT.size(0)
         by_row = (rows, -1, self.config.head_dim)
         q, k, v = (x.reshape(by_row).transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
-        y = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0]  # (H, T, K)
+        y = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0]  # (H, T, K) or (H / 2, 2 T, K)
         y_THK = y.transpose(0, 1).reshape(by_head)
 
         # A head can take the token's own value, which the stream holds already, out of its output (PR 264).
@@ -292,14 +294,14 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
                 yield document.astype(int)
 
     def pack(self, config: Config) -> list[np.ndarray]:
-        """The next documents, each with one token more. The rest of a long one comes next."""
+        """The next documents, each with its last target. The rest of a long one comes next."""
         documents = []
-        room = config.pack_tokens
+        room = config.pack_tokens  # tokens that still fit
         while room and len(documents) < config.max_docs_per_pack:
             if self.rest is None:
                 raise SystemExit(f"{self.root} has no more text; use fewer --steps or more text")
             length = min(len(self.rest), room, config.max_seq_len)
-            documents.append(np.append(self.rest, self.bos_id)[: length + 1])
+            documents.append(np.append(self.rest, self.bos_id)[: length + 1])  # the last target may be a BOS
             room -= length
             left = self.rest[length:]
             self.rest = np.insert(left, 0, self.bos_id) if len(left) else next(self.training, None)
@@ -329,7 +331,7 @@ POLICIES = {
     "mix_in": Policy(0.25, (0.90, 0.99)),
     "mix_out": Policy(0.025, (0.90, 0.99)),
 }
-MUON_LR_MULT = {"qk": 1, "v": 1, "o": 1, "up": 1, "down": 2}  # down: records 36, 48
+MUON_LR_MULT = {"qk": 1, "v": 1, "o": 1, "up": 1, "down": 2}  # records 36, 48
 POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
     (7.871436, -20.937255, 14.627350),
     (3.781651, -2.618773, 0.476315),
@@ -339,7 +341,7 @@ POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
 
 
 def polar_express(x: Tensor) -> Tensor:
-    """Matrices (..., R, C) -> the same singular vectors, singular values of about 1."""
+    """Matrices (..., rows, columns) -> the same singular vectors, singular values of about 1."""
     if x.size(-2) > x.size(-1):
         return polar_express(x.mT).mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
@@ -362,12 +364,13 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             mean = beta * state[name, "mean"] + (1 - beta) * grad
             update = polar_express(beta * mean + (1 - beta) * grad)
 
-            # Divide by the usual size of each neuron, and keep the size of the whole (worth 0.005).
-            size = update.norm(dim=(-2, -1), keepdim=True)
-            neuron = -2 if param.size(-2) < param.size(-1) else -1
-            square = 0.9 * state[name, "square"] + 0.1 * update.square().mean(neuron, keepdim=True)
+            # Divide each neuron (a row of a tall matrix, a column of a wide one) by its usual size, and
+            # keep the norm of the matrix (worth 0.005).
+            matrix_norm = update.norm(dim=(-2, -1), keepdim=True)
+            shorter = -2 if param.size(-2) < param.size(-1) else -1
+            square = 0.9 * state[name, "square"] + 0.1 * update.square().mean(shorter, keepdim=True)
             update = update * square.clamp_min(1e-10).rsqrt()
-            update = update * size / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
+            update = update * matrix_norm / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
             lr = 0.023 * MUON_LR_MULT[name] * max(1, param.size(-2) / param.size(-1)) ** 0.5
             decay = 0.0276 * (update * param >= 0)
         else:
@@ -376,12 +379,13 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             mean = beta1 * state[name, "mean"] + (1 - beta1) * grad
             new = grad.square() if beta1 else grad.square().mean(-1, True)  # RMSProp: by row
             square = beta2 * state[name, "square"] + (1 - beta2) * new
-            size = (square / (1 - beta2 ** (step + 1))).sqrt() + 1e-10  # 1e-8: +0.0014 nats (record 20)
-            update = mean / (1 - beta1 ** (step + 1)) / size
+            rms = (square / (1 - beta2 ** (step + 1))).sqrt() + 1e-10  # 1e-8: +0.0014 nats (record 20)
+            update = mean / (1 - beta1 ** (step + 1)) / rms
             lr = 0.006 * policy.lr_mult
-            decay = policy.weight_decay * (update * param > 0)
+            decay = policy.weight_decay * (update * param > 0)  # no gradient: no decay
 
-        # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402).
+        # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402). The schedule
+        # counts twice: rate and decay both fall.
         param -= lr * schedule * (update + schedule * decay * param)
         state[name, "mean"] = mean
         state[name, "square"] = square
@@ -413,6 +417,7 @@ def train_step(model: Model, state: defaultdict, dataset: Dataset, step: int) ->
     stage = config.stages[stage_index(config, step)]
     packs = [dataset.pack(config) for _ in range(stage.packs)]
     count = sum(len(document) - 1 for pack in packs for document in pack)
+    # Targets two and three ahead fade until 65 % of the run, prefixes from 1/3 to 2/3 of it.
     ahead_weight = max(0.0, 1 - step / (0.65 * config.steps))
     prefix_weight = 0.25 * min(1.0, max(0.0, 2 - 3 * step / config.steps))
     total = 0.0
@@ -464,7 +469,7 @@ def main() -> None:
         print(f"step {step + 1} | loss {loss:.4f} | {time.perf_counter() - start:.1f} s")
     print(f"validation: {bits_per_byte(model, dataset):.4f} bits per byte")
 
-    # Three validation documents begin, and the model goes on. It reads everything again for each token: slow but short.
+    # The model continues three validation documents. It reads everything again for each token: slow but short.
     for _, document in zip(range(3), dataset.documents("val"), strict=False):
         ids = document[:24].tolist()
         for _ in range(24):
