@@ -1939,7 +1939,7 @@ class Pretraining:
         require(needed <= self.available, f"{found}, the run asks for {needed:,}; {way}")
         passes = needed * config.max_epochs / self.available
         if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
-            print(f"warning: text read {passes:.1f} times is learnt by heart; lower --bigram-rows")
+            print(f"warning: text read {passes:.1f} times is memorized; lower --bigram-rows")
 
     def build(self, ranks: Ranks, say: Callable) -> TrainState:
         """Model and optimizer with the weights of config.seed, compiled before the clock starts."""

@@ -45,7 +45,7 @@ from dataset import (
     write_json,
     write_shard,
 )
-from sources import Source, add_source_flags, check_flags, in_threads, local_paths
+from sources import Source, add_source_flags, check_flags, identify, in_threads, local_paths
 from tiktoken import Encoding
 from tqdm import tqdm
 
@@ -331,7 +331,7 @@ def import_shards(args: argparse.Namespace) -> None:
     paths = local_paths(specs, (".bin",))
     by_split = sort_by_split(paths, ", ".join(specs))
     settings = {
-        "inputs": [[path.name, path.stat().st_size, sha256_file(path)] for path in paths],
+        "inputs": [identify(path) for path in paths],
         "name": args.name,
         "tokenizer": sha256_file(args.tokenizer),
         "hosted_shards": True,

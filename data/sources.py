@@ -301,7 +301,7 @@ def find_files(*specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_
     spec = specs[0]
     if not is_hub(spec):
         paths = without_binaries(local_paths(specs, suffixes), skip_bad)
-        return [File([path.name, path.stat().st_size, sha256_file(path)], str(path)) for path in paths]
+        return [File(identify(path), str(path)) for path in paths]
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3:
         fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
@@ -378,6 +378,11 @@ def is_binary(path: Path) -> bool:
     with contextlib.suppress(EOFError, zlib.error, OSError), open_lines(path) as f:
         return b"\0" in f.read(2**16)
     return False
+
+
+def identify(path: Path) -> list[Any]:
+    """[name, size in bytes, sha256]: what tells that a file was exchanged."""
+    return [path.name, path.stat().st_size, sha256_file(path)]
 
 
 def in_threads(

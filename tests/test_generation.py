@@ -578,6 +578,8 @@ def test_context_overflow(generator):
     (prompt,) = random_documents((60,), vocab=290)
     (completion,) = generator.complete([prompt], max_tokens=6, temperature=0.0)
     assert completion.tokens == argmax_loop(generator, prompt, 5) and completion.reason == "length"
+    with pytest.raises(RunError, match="max_tokens is 0; ask for at least 1"):
+        generator.generate([[1]], max_tokens=0)
     with pytest.raises(RunError, match="a prompt of 65 tokens exceeds the context of 64; shorten it"):
         generator.generate([[1] * 65], max_tokens=1)
 
