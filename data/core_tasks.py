@@ -142,8 +142,17 @@ def is_original(bundle: Path, task: dict[str, Any]) -> bool:
 
 def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a task in their shuffled order."""
-    lines = read_text(bundle, task["file"]).split("\n")
-    items = [json.loads(line) for line in lines if line.strip()]
+    items = []
+    for number, line in enumerate((bundle / task["file"]).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line.decode("utf-8-sig"))
+            render(item, solved(item, task), task)  # raises if something is missing or no text
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            reason = f"{type(problem).__name__}: {problem}"
+            fail(f"{task['file']} line {number} is not an item of type {task['type']} ({reason}); {HINT}")
+        items.append(item)
     if len(items) <= task["shots"]:
         fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {HINT}")
     random.Random(1337).shuffle(items)

@@ -111,6 +111,28 @@ def test_bad_tables_are_named(data, bundle, old, new, part):
     assert part in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
+CHOICE = ITEMS["copa"][0]
+DAMAGED = {
+    "half": (b'{"query": "x", "cho', "JSONDecodeError"),
+    "bytes": (b'{"query": "\xff"}', "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 11"),
+    "list": (b"[1]", "TypeError"),
+    "key": (b'{"query": "x", "gold": 0}', "KeyError: 'choices'"),
+    "gold": (lines([{**CHOICE, "gold": 2}]), "IndexError"),
+    "choice": (lines([{**CHOICE, "choices": ["yes", None]}]), "TypeError"),
+}
+
+
+@pytest.mark.parametrize(("item", "part"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_item_is_named(data, bundle, item, part):
+    """With its file, its line and the reason; nothing is written."""
+    core_tasks.build(bundle, data, 64)
+    before = contents(data)
+    (bundle / "eval_data/a/copa.jsonl").write_bytes(lines([CHOICE]) + b"\n" + item.strip() + b"\n" + lines([CHOICE]))
+    message = sentence(lambda: core_tasks.build(bundle, data, 32))
+    assert "eval_data/a/copa.jsonl line 3 is not an item of type multiple_choice" in message and part in message
+    assert contents(data) == before
+
+
 def test_texts_that_are_not_utf8(data, bundle):
     """A lone surrogate in JSON becomes a question mark, as everywhere."""
     path = bundle / "eval_data/a/lambada.jsonl"
