@@ -1,5 +1,9 @@
 """runs/lib/command.py: how a command ends."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,3 +51,16 @@ def test_a_fault_keeps_its_traceback(capsys):
 
 def test_an_interrupted_command(capsys):
     assert ended(capsys, fails_with(KeyboardInterrupt())) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize("work", ("print('text', flush=True)", "print('text')", "dict(a=1)", "None"))
+def test_a_reader_that_ends_before_the_command(work):
+    """As head may: no message, and none by Python at its end either."""
+    code = f"import sys; from lib.command import run_command; sys.exit(run_command(lambda: {work}))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "runs")}
+    environment.pop("PYTHONUNBUFFERED", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0 if work == "None" else 1, b"")

@@ -51,7 +51,6 @@ def error_message(error: Exception) -> str:
 
 def run_command(work: Callable[[], dict | None]) -> int:
     """Prints what work() returns as one JSON object on the last line, or its error; returns the exit code."""
-    result = None
     message = ""
     code = 0
     if hasattr(sys.stdout, "reconfigure"):
@@ -63,9 +62,16 @@ def run_command(work: Callable[[], dict | None]) -> int:
             os.environ.pop(name, None)
     try:
         result = work()
+        if result is not None:
+            say(json.dumps(result))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         message = "stopped"
         code = 130
+    except BrokenPipeError:
+        # The reader of the output, such as head, has ended. What Python still writes at its end is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except Exception as error:
         message = error_message(error)
         code = 1
@@ -81,8 +87,6 @@ def run_command(work: Callable[[], dict | None]) -> int:
         if not is_main():
             time.sleep(3)  # by then torchrun has ended this process, and the message of the first one is enough
         print_note(message)
-    elif result is not None:
-        say(json.dumps(result))
     return code
 
 
