@@ -366,7 +366,7 @@ def test_values_of_flags():
     (["--lr", "0.1"], ["unknown flag --lr; did you mean --muon-lr and --adam-lr?"]),
     (["--batch-size", "8"], ["unknown flag --batch-size; did you mean --stages"]),
     (["runs/tiny.args"], ["unknown flag runs/tiny.args"]),
-    (["@nothing.args"], ["nothing.args"]),
+    (["@nothing.args"], ["No such file or directory: 'nothing.args'; give the path", "e.g. @runs/cpu.args"]),
     (["--steps", "many"], ["--steps: 'many' is no whole number like 1000, 1e6 or 5M"]),
     (["--tokens", "1.5"], ["--tokens: '1.5' is no whole number"]),
     (["--steps", "0"], ["--steps 0 is no training; use 1 or more"]),
