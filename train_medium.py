@@ -1549,13 +1549,11 @@ class Optimizer:
     def step(self, lr_factor: float, momentum: float) -> None:
         """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
-        if self.overflowed(slots):
-            for slot in slots:
-                slot.param.grad = None
-            return
 
         # 1. Start to sum all gradients.
         gradients = [self.start_sum(slot) for slot in slots]
+        if self.overflowed(gradients):
+            return
 
         # 2. Update with each as soon as it is complete, and start to gather the new weights.
         gathers = []
@@ -1572,12 +1570,13 @@ class Optimizer:
             if len(gathered.tensor) != slot.shape[0]:
                 slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
-    def overflowed(self, slots: list[Slot]) -> bool:
-        """Whether a gradient in fp16 is not finite on some rank; other dtypes have room."""
-        if not any(slot.param.dtype == torch.float16 for slot in slots):
+    def overflowed(self, gradients: list[Pending]) -> bool:
+        """Whether a gradient in fp16, summed over ranks, is not finite; other dtypes have room."""
+        if not any(gradient.tensor.dtype == torch.float16 for gradient in gradients):
             return False
-        grads = [slot.param.grad for slot in slots]
-        return not self.all_finite([g._values() if g.is_sparse else g for g in grads])
+        for gradient in gradients:
+            gradient.wait()
+        return not self.all_finite([gradient.tensor for gradient in gradients])
 
     def own_param(self, slot: Slot) -> Tensor | None:
         """This rank's part of the parameter, to be written; None if the master is the parameter."""

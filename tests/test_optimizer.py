@@ -9,6 +9,8 @@ import torch
 import train_small as ts
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from commands import RUN, sets
+from processes import python
 from test_model import CONFIGS
 from tiny import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
@@ -274,6 +276,40 @@ def test_a_step_whose_gradients_overflow_is_skipped():
     assert all(param.grad is None for param in model.parameters())
     half_precision_step(model, optimizer, 1.0, seed=1)
     assert not torch.equal(before["embed"], optimizer.weights()["embed"])
+
+
+TWO_RANKS = """
+import sys
+import torch
+import train_small as ts
+
+config = ts.change_config(None, ts.build_parser().parse_args(sys.argv[1:]))
+ranks = ts.start_ranks()
+model = ts.GPT(config, dtype=torch.float16)
+model.init_weights(0)
+optimizer = ts.build_optimizer(model, config, ranks=ranks)
+assert len({slot.sharded for slot in optimizer.slots}) == 2
+
+def contents():
+    return {name: value.clone() for name, value in (optimizer.weights() | optimizer.state()).items()}
+
+for sizes in ((20000.0, 20000.0), (40000.0, 40000.0), (1.0, float("inf")), (1.0, 1.0)):
+    before = contents()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, sizes[ranks.rank])
+    optimizer.step(1.0, 0.9)
+    same = [torch.equal(value, before[name]) for name, value in contents().items()]
+    assert optimizer.is_finite()
+    print(ranks.rank, sizes, "skipped" if all(same) else "done", flush=True)
+"""
+
+
+def test_ranks_skip_a_step_together():
+    """Where a gradient is infinite on one of them, and where only the sum is, as fp16 ends at 65,504."""
+    done = python("-c", TWO_RANKS, *sets(RUN), "--steps", 4, ranks=2)
+    assert done.returncode == 0, done.stderr
+    want = ("(20000.0, 20000.0) done", "(40000.0, 40000.0) skipped", "(1.0, inf) skipped", "(1.0, 1.0) done")
+    assert done.stdout.splitlines() == [f"{rank} {line}" for rank in (0, 1) for line in want]
 
 
 def test_no_update_depends_on_the_scale_of_gradients():
