@@ -18,8 +18,8 @@ from engine.cache import KVCache, RingKind, SlotPlan, to_device
 
 # ==== Batches and buckets
 
-# Prompt tokens computed at once; a longer prompt is a batch of its own. A GPU waits for the host between batches, so
-# its batches are larger.
+# Prompt tokens of a batch, those in the cache included; a longer prompt is a batch of its own. A GPU waits for the
+# host between batches, so its batches are larger.
 MAX_PREFILL_TOKENS = 16384
 MAX_PREFILL_TOKENS_CUDA = 65536
 

@@ -64,7 +64,11 @@ class ChoiceExample:
 
 
 def find_file(folder: Path, task: str, part: str = "test") -> Path | None:
-    """The file of a task: "test" in its name before "val", never for few-shot prompts or training, but for `part`."""
+    """The file of a task for a part, "test" or "train"; None if there is none.
+
+    For "test" that is the file with "test" in its name, else one with "val", else any but those of few-shot prompts
+    ("dev") and training.
+    """
     prefix = "words" if task == "spelling" else task
     endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
     names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]
@@ -161,5 +165,5 @@ def complete(generator, completions: list, note: str = "") -> None:
     """Brings completions to their end; a note shows a progress bar on a terminal."""
     disable = None if note else True  # None: only where there is no terminal
     with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
-        for events in generator.run(completions):
-            bar.update(sum(bool(event.reason) for event in events))
+        for outputs in generator.run(completions):
+            bar.update(sum(bool(output.reason) for output in outputs))

@@ -67,7 +67,7 @@ class Sequence:
     # What the client of a stream has of it.
     end_sent: bool = False  # the reason why it ended
     num_logprobs_sent: int = 0  # logprobs of so many tokens
-    text_sent: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    offset_decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     text_offset: int = 0  # characters of these tokens
 
     def add_output(self, output: engine.StepOutput) -> None:
@@ -521,5 +521,5 @@ class TextAnswers(Answers):
             result["text_offset"].append(sequence.text_offset)
             if token not in self.tokenizer.specials.values():
                 # Tokens that hold parts of a character add it with the last of them.
-                sequence.text_offset += len(sequence.text_sent.decode(self.tokenizer.bytes[token]))
+                sequence.text_offset += len(sequence.offset_decoder.decode(self.tokenizer.bytes[token]))
         return result
