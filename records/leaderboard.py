@@ -243,17 +243,11 @@ def draw() -> list[Path]:
 
 
 def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
-    """Rows in curves.png, on the GPU of the first: seconds compare on one model of GPU only.
-
-    Each is one run. For entries that validated at their end alone it is one of rivals/ours.
-    """
+    """Rows in curves.png, one run each, on the GPU of the first: seconds compare on one model of GPU only."""
     curves = []
     for row in rows:
         if row.name in BESIDE_RIVALS and row.device == rows[0].device:
-            runs = validations(row.curves)
-            logs = (README.parent / "rivals" / "ours").glob(f"{row.name}_*.jsonl.gz")
-            more = validations([plots.points(read_log(path)) for path in logs])
-            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, max(runs + more, key=len)))
+            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, max(validations(row.curves), key=len)))
     return curves
 
 
@@ -263,20 +257,18 @@ def validations(curves: list[list[plots.Point]]) -> list[list[tuple[float, float
 
 
 def rival_curves(dataset: str, device: str) -> list[plots.Curve]:
-    """Other projects in curves.png, each with its best settings among those that validated during training, if any."""
+    """Other projects in curves.png, each with its best settings among those that validated during training."""
     curves = defaultdict(list)
     for (name, gpu, _), same in rivals.grouped(README.parent / "rivals" / "logs").items():
-        if (name, gpu) == (dataset, device):
-            settings = same[0]["settings"]
+        settings = same[0]["settings"]
+        # nanochat also validates before its first step.
+        runs = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in same]
+        longest = max(runs, key=len)
+        if (name, gpu) == (dataset, device) and len(longest) > 1:
             color = plots.ORANGE if settings["rival"] == "modded" else plots.GREY
-            # nanochat also validates before its first step.
-            runs = [[(seconds, bpb) for steps, seconds, bpb in run["validations"] if steps] for run in same]
-            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, max(runs, key=len)))
+            curves[settings["rival"]].append(plots.Curve(rivals.short_name(settings), color, longest))
 
-    def order(curve: plots.Curve) -> tuple[bool, float]:
-        return len(curve.points) == 1, curve.points[-1][1]
-
-    return [min(settings, key=order) for settings in curves.values()]
+    return [min(settings, key=lambda curve: curve.points[-1][1]) for settings in curves.values()]
 
 
 def token_curves() -> list[plots.Curve]:

@@ -121,7 +121,7 @@ def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
         last = max(seconds for seconds, _ in ends)
         lowest = min(bpb for _, bpb in ends)
         span = max(bpb for _, bpb in ends) - lowest or 0.01
-        axes.set(xlim=(0, 1.3 * last), ylim=(lowest - 0.2 * span, lowest + 2 * span))
+        axes.set(xlim=(0, 1.4 * last), ylim=(lowest - 0.6 * span, lowest + 5 * span))
 
         labels = []
         for curve in sorted(curves, key=lambda curve: curve.points[-1][1]):
@@ -130,10 +130,10 @@ def draw_seconds(curves: list[Curve], title: str, path: Path) -> None:
             axes.plot(seconds, bpb, "o", color=curve.color, ms=8)
             # Labels of curves that end side by side are stacked, right of all of them.
             right = max(other for other, _ in ends if abs(other - seconds) < last / 8)
-            height = max([bpb, *(y + 0.24 * span for x, y in labels if x == right)])
+            height = max([bpb, *(y + 0.65 * span for x, y in labels if x == right)])
             labels.append((right, height))
             text = f"{curve.name}\n{bpb:.4f} in {seconds:.1f} s"
-            axes.text(right + last / 60, height, text, color=curve.color, va="center", fontsize=11)
+            axes.text(right + last / 60, height, text, color=curve.color, va="top", fontsize=11)
 
         axes.set(xlabel="training seconds", ylabel="validation, bits per byte")
         axes.set_title(title, loc="left")
