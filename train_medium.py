@@ -40,7 +40,7 @@ are numbers of CONFIG and the rules that give them here. Those that were measure
                                                                       longer recipes part them
     4 value embedding tables         12, in every other layer         nanochat's best; sharing them
                                                                       all failed
-    bigram and trigram embeddings    off; runs/b34_medium.args: on    1.1331 -> 1.1267 bpb at 34 M;
+    bigram and trigram embeddings    off; runs/b34_medium.args: on    1.1331 -> 1.1270 bpb at 34 M;
                                                                       none for nanochat at 25 layers
     input only in the first layer    and 0.20 to 0.05 of it in each   nanochat's; at 11 layers it was
                                                                       worth nothing beside mixing
@@ -2011,7 +2011,7 @@ class Pretraining:
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises UserError if the run cannot begin; warns if text would be learned by heart."""
+        """Raises UserError if the run cannot begin; warns if text would be memorized."""
         config = self.config
         needed = 0
         for index, stage in enumerate(config.stage_table):

@@ -1924,7 +1924,7 @@ class Pretraining:
         self.validation = validation_batch(documents, config, self.tokenizer.bos_id)
 
     def check(self, ranks: Ranks) -> None:
-        """Raises UserError if the run cannot begin; warns if text would be learned by heart."""
+        """Raises UserError if the run cannot begin; warns if text would be memorized."""
         config = self.config
         needed = 0
         for index, stage in enumerate(config.stage_table):

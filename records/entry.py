@@ -91,7 +91,7 @@ def day_of(record: dict) -> str:
 def session(day: str, device: str, gpus: list[str] | None) -> tuple | None:
     """What the times of two recipes must share: one day, and the same GPUs by their UUIDs.
 
-    Two H100s of one host differ by 3 %, and one GPU by 2 % from day to day, which the spread of an
+    Two H100s of one host differed by 3 %, and equal code by 2 % between sessions, which the spread of an
     entry's seeds does not show. None if the UUIDs are not known, as in all entries up to
     2026-11-27. A CPU is known by its name.
     """

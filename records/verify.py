@@ -29,7 +29,7 @@ import rivals
 
 MAX_SIGMA = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
-TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, one GPU by 2 % from day to day
+TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, equal code by 2 % between sessions
 
 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:

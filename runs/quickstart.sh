@@ -5,7 +5,7 @@
 #     bash runs/quickstart.sh               the whole thing
 #     bash runs/quickstart.sh --steps 20    a smoke test; flags go to train_small.py, and the run has its own directory
 #
-# Time: 5 to 9 minutes on two cores, 4 to 7 of them training, plus the first installation (249 MB to download, 1.1 GB on
+# Time: 5 to 9 minutes on two cores, 4 to 7 of them training, plus the first installation (250 MB to download, 1.1 GB on
 # disk on Linux without a GPU). Result: out/quickstart/ with report.md and curve.png, about 1.13 to 1.15 bpb. After an
 # interruption, run it again: training continues. When it is finished, it shows its results again.
 set -euo pipefail
@@ -33,7 +33,7 @@ launch=(python)
 source runs/lib/launch.sh
 train train_small.py "$run" @runs/cpu.args "$@"
 
-# -- results. At low temperatures a model this small repeats itself: 89 % of samples at 0.3, 10 % at 0.9.
+# -- results. At low temperatures a model this small repeats itself.
 echo
 echo "=== Python written by the model"
 python runs/sample.py "$run" --tokens 80 --temperature 0.9 \

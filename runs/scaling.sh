@@ -13,7 +13,7 @@
 #
 #     miniseries   3.5 billion training tokens (data/pretrain.py --source climbmix --max-files 80); 1.9e19 FLOPs; 1.3
 #                  hours, 11 GPU hours, 32 USD
-#     laws         9.6 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --max-epochs 2; 2.3e19 FLOPs;
+#     laws         9.5 billion training tokens (depth 8 at 2.4e18 FLOPs), or half with --max-epochs 2; 2.3e19 FLOPs;
 #                  1.6 hours, 12.5 GPU hours, 38 USD
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh

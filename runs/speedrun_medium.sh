@@ -5,7 +5,7 @@
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
 #     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
 #
-# What to expect on 8 H200s, computed from one H200 (measured at 167,200 tokens/s) times 7.5 (not measured):
+# What to expect on 8 H200s, computed from one H200 (measured at 172,500 tokens/s) times 7.5 (not measured):
 #
 #     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
 #     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.3 hours

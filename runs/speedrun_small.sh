@@ -6,7 +6,7 @@
 #     bash runs/speedrun_small.sh --source pypi:p400 --sft chat.jsonl.zst --sft addition:2000      without Hugging Face
 #     bash runs/speedrun_small.sh --name mine --data data/shards/b34 --bundle eval_bundle.tar.zst --files eval_extra \
 #         --sft chat.jsonl.zst --sft gsm8k:eval_extra/gsm8k_train.jsonl.zst:2 --sft addition:2000 -- --tokens 34013184
-#     bash runs/speedrun_small.sh --smoke              the whole chain at toy size, no GPU, no network, 3 minutes
+#     bash runs/speedrun_small.sh --smoke              the whole chain at toy size, no GPU, no network, 1 to 5 minutes
 #
 # --smoke         the chain at toy size; may be combined with --name and --bundle
 # --name NAME     write the results to out/NAME (default: speedrun_small, or smoke with --smoke)

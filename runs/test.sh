@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv with the test requirements, checks style (ruff) and runs the tests that need no GPU.
 # Arguments are passed to pytest:  bash runs/test.sh tests/test_model.py -k cache
-# Time: 4 to 9 minutes on two cores, plus the first installation. It uses up to 4 cores, one test file each.
+# Time: 5 to 7 minutes on two cores, plus the first installation. It uses up to 4 cores, one test file each.
 # Result: the last line of pytest, and its exit code.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
