@@ -1227,6 +1227,7 @@ def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
     tokens = batch.tokens[row].numpy()  # writes into the tensor
     targets = batch.targets[row].numpy()
     positions = batch.positions[row].numpy()
+    ends = batch.ends[row].numpy()
     start = 0
     num_docs = 0
     for sequence, counted in documents:
@@ -1234,7 +1235,7 @@ def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
         tokens[start:end] = sequence[:-1]
         targets[start:end] = np.where(counted, sequence[1:], -1)
         positions[start:end] = np.arange(end - start)
-        batch.ends[row, num_docs] = end
+        ends[num_docs] = end
         start = end
         num_docs += 1
         batch.total_targets += int(counted.sum())
