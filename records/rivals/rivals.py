@@ -342,7 +342,7 @@ def short_name(settings: dict) -> str:
 
 
 def results(args: argparse.Namespace) -> None:
-    """Prints the runs as a table: seeds of equal settings on equal devices in one row, with means."""
+    """Prints the runs as a table: seeds of equal settings on equal devices in one row, with their mean."""
     print("| text | rival | settings | seeds | steps | tokens | val bpb | each | seconds | GiB | device |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     hidden = {"rival", "tokens", "sequence", "limit", "smoke", "steps", "rows", "compile"}
@@ -351,13 +351,14 @@ def results(args: argparse.Namespace) -> None:
         shown = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in hidden and v not in ("", None))
         seeds = ", ".join(str(run["settings"]["seed"]) for run in same)
         found = [run["result"] for run in same]
-        mean = {k: statistics.mean(result[k] for result in found) for k in ("bpb", "seconds")}
+        mean = statistics.mean(result["bpb"] for result in found)
         each = ", ".join(f"{result['bpb']:.4f}" for result in found)
+        seconds = ", ".join(f"{result['seconds']:.1f}" for result in found)
         first = found[0]
         gib = f"{first['gib']:.1f}" if first["gib"] else ""
         print(
             f"| {name} | {settings['rival']} | {shown} | {seeds} | {first['steps']:,} | {first['tokens']:,} "
-            f"| {mean['bpb']:.4f} | {each} | {mean['seconds']:.1f} | {gib} | {device} |"
+            f"| {mean:.4f} | {each} | {seconds} | {gib} | {device} |"
         )
 
 
