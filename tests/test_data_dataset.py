@@ -13,8 +13,6 @@ import dataset
 import numpy as np
 import pytest
 import tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from commands import sentence
 
@@ -22,31 +20,6 @@ TOKENS = np.arange(1, 5001, dtype=np.uint16)
 AA, BB, CC = "aa" * 32, "bb" * 32, "cc" * 32
 SPECIAL = {"<|bos|>": 256, "<|end|>": 257}
 SHA = hashlib.sha256(b"a tokenizer").hexdigest()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    tokens=st.lists(st.integers(0, 65535), min_size=1, max_size=300),
-    bos_id=st.none() | st.integers(0, 65535),
-    vocab_size=st.integers(0, 65536),
-    tokenizer_sha256=st.just("") | st.binary(min_size=32, max_size=32).map(bytes.hex),
-)
-def test_round_trip(tmp_path_factory, tokens, bos_id, vocab_size, tokenizer_sha256):
-    path = tmp_path_factory.mktemp("shard") / "x.bin"
-    array = np.array(tokens, dtype=np.uint16)
-    sha = dataset.write_shard(path, array, bos_id, vocab_size, tokenizer_sha256)
-    assert sha == hashlib.sha256(path.read_bytes()).hexdigest()
-    back = dataset.read_shard(path, verify=True)
-    assert back.dtype == np.uint16 and back.tolist() == tokens
-    header = dataset.read_header(path)
-    stated = tokenizer_sha256 if tokenizer_sha256.strip("0") else ""
-    assert header == {
-        "tokens": len(tokens),
-        "bos_id": bos_id,
-        "vocab_size": vocab_size,
-        "tokenizer_sha256": stated,
-        "payload_sha256": hashlib.sha256(array.tobytes()).hexdigest(),
-    }
 
 
 def test_layout_is_the_published_one(tmp_path):

@@ -88,20 +88,6 @@ def test_any_position_continues_exactly(dataset, epochs):
         assert len(later) == 3 and all(map(same, later, found[i + 1 :]))
 
 
-@pytest.mark.parametrize("world", (2, 4))
-def test_ranks_share_the_same_step(dataset, world):
-    """The ranks' packs behind each other are the packs of one process."""
-    config = tiny_config(stages=((0.5, 4, 1.0), (0.5, 8, 1.5)), tokens=12 * 6 * 128)
-    whole = batches(dataset, config)
-    parts = [batches(dataset, config, ts.Ranks(rank, world, CPU)) for rank in range(world)]
-    assert len(whole) == 12
-    for batch, *shares in zip(whole, *parts, strict=True):
-        for field in FIELDS:
-            assert torch.equal(getattr(batch, field), torch.cat([getattr(s, field) for s in shares]))
-        assert {(s.total_targets, s.total_tokens) for s in shares} == {(batch.total_targets, batch.total_tokens)}
-        assert all(s.reader_state == batch.reader_state for s in shares)
-
-
 @pytest.mark.parametrize("packs", (1, 2, 4))
 def test_micro_batches(epochs, packs):
     """Micro-batches are the packs in order; their document borders are where the positions restart."""

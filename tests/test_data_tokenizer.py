@@ -64,13 +64,6 @@ def test_special_tokens(encoding, path):
     assert (lengths[:391] > 0).all() and (lengths[391:] == 0).all()
 
 
-def test_byte_counts_of_partial_characters(encoding, path):
-    """A token that is half a character counts its bytes, not the three of the replacement character."""
-    lengths = tokenizer.token_bytes(path)
-    for byte in (0x80, 0xE4, 0xF0):
-        assert lengths[encoding.encode_single_token(bytes([byte]))] == 1
-
-
 def test_a_million_blanks(encoding):
     text = "start" + " " * 1_200_000 + "end"
     assert encoding.decode(tokenizer.encode(encoding, text).tolist()) == text

@@ -9,7 +9,7 @@ import pytest
 import torch
 import train_small as ts
 
-from tiny import ALONE, CPU, pack, random_model, tiny_config, validation_of, write_tokenizer
+from tiny import ALONE, CPU, random_model, tiny_config, validation_of, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +94,6 @@ def validation(dataset):
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
     return config, random_model(config), validation_of(dataset, config), token_bytes
-
-
-def test_bits_per_byte_of_a_model(dataset, validation):
-    """The validation split of a dataset: each document alone, summed in float64, and any number of packs at a time."""
-    config, model, batch, token_bytes = validation
-    found = [ts.bits_per_byte(model, batch, packs, token_bytes, ALONE) for packs in (1, 2, 5, 100)]
-    nats = text_bytes = 0.0
-    text = dataset.read(dataset.files("val")[0]).astype(int).tolist()
-    starts = [i for i, token in enumerate(text) if token == dataset.tokenizer.bos_id]
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
-        document = text[start:end][: config.max_seq_len]
-        if len(document) > 1:
-            size = torch.tensor([len(dataset.tokenizer.bytes[t]) for t in document[1:]])
-            nats += model(*pack([document]))[1].double().sum().item()
-            text_bytes += size.sum().item()
-    assert found == pytest.approx([nats / math.log(2) / text_bytes] * 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("world", (2, 3))

@@ -10,13 +10,13 @@ import peft
 import pytest
 import sft
 import torch
-import train_small as ts
 from lib import export_model
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from commands import write_run
+from references import own_logits
 from test_export import export_run
 from tiny import tiny_config, tiny_medium
 
@@ -33,18 +33,13 @@ KINDS = {
 
 
 class Exported(NamedTuple):
-    gpt: torch.nn.Module  # of the training script
+    run: engine.Run
     model: torch.nn.Module  # of the exported folder
-    tokenizer: ts.Tokenizer
     folder: Path
 
     def reference(self, ids) -> torch.Tensor:
         """Logits of the training script's forward for one text."""
-        count = len(ids)
-        borders = torch.tensor([0, count], dtype=torch.int32)
-        with torch.no_grad():
-            logits = self.gpt(torch.tensor(ids).int(), None, torch.arange(count), borders, count)
-        return logits[:, :900]
+        return own_logits(self.run, ids)
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -54,7 +49,7 @@ def exported(request, bpe, tmp_path_factory) -> Exported:
     export_run(run_dir, folder / "model")
     run = engine.load_run(run_dir, device="cpu")
     model = export_model.DecoderStackForCausalLM.from_pretrained(folder / "model")
-    return Exported(run.model, model.eval(), run.tokenizer, folder / "model")
+    return Exported(run, model.eval(), folder / "model")
 
 
 @pytest.fixture
@@ -94,15 +89,6 @@ def test_logits_are_the_scripts(exported):
                 assert_same(found[is_real], exported.reference(row))
 
 
-def test_texts_in_one_row(exported):
-    """Positions that start again separate texts, as TRL packs them without padding."""
-    rows = random_rows(30, 1, 64)
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    with torch.no_grad():
-        logits = exported.model(torch.tensor([sum(rows, [])]), position_ids=positions[None]).logits[0]
-    assert_same(logits, torch.cat([exported.reference(row) for row in rows]))
-
-
 def test_cache_in_parts(own_model):
     """Prefill, more at once, then token by token: the logits of one pass, also beside padding and after crop.
 
@@ -135,14 +121,15 @@ def test_generation(exported):
     """With a cache as without, beams too, and greedy as the project's own decoder."""
     rows = random_rows(20, 3, 40)
     ids, mask = pad_rows(rows, "left")
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": exported.tokenizer.bos_id, "pad_token_id": 0}
+    run = exported.run
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": run.tokenizer.bos_id, "pad_token_id": 0}
     for beams in (3, 1):
         made, plain = (
             exported.model.generate(ids, attention_mask=mask, use_cache=cached, num_beams=beams, **options).tolist()
             for cached in (True, False)
         )
         assert made == plain
-    expected = engine.Generator(exported.gpt, exported.tokenizer).generate(rows, max_tokens=20, temperature=0.0)
+    expected = engine.Generator(run.model, run.tokenizer).generate(rows, max_tokens=20, temperature=0.0)
     new = [row[40:] for row in made]
     assert [row[: len(text)] for row, text in zip(new, expected, strict=True)] == expected and any(expected)
 
@@ -290,8 +277,7 @@ def test_16_bits(bpe, tmp_path):
     assert model.dtype == torch.bfloat16
     assert {p.dtype for n, p in model.named_parameters() if ".scalars." in n} == {torch.float32}
     (row,) = random_rows(64)
-    run = engine.load_run(run_dir, device="cpu")
-    expected = Exported(run.model, model, run.tokenizer, tmp_path).reference(row)
+    expected = own_logits(engine.load_run(run_dir, device="cpu"), row)
     with torch.no_grad():
         stored = model(torch.tensor([row])).logits[0]
         with torch.autocast("cpu", torch.bfloat16):
@@ -337,7 +323,7 @@ def test_auto_classes(exported, tmp_path):
 
 def test_auto_tokenizer(exported, tmp_path):
     """A text starts with one BOS, or with none if the caller adds its own; conversations are those of data/sft.py."""
-    own = exported.tokenizer
+    own = exported.run.tokenizer
     text = "the rest\n 12"
     chat = [{"role": role, "content": content} for role, content in CONVERSATION]
     tokens, counted = sft.render(sft.check_messages({"messages": chat}), own.encode, own.specials)

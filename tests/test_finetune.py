@@ -436,15 +436,11 @@ def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
     assert snapshot(base) == before and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", [lambda mask: mask[:-2] + b"\1\1", None], ids=("changed", "missing"))
-def test_bad_masks(change, base, data, tmp_path):
+def test_bad_masks(base, data, tmp_path):
     """One sentence with the file; the run directory is not even made."""
     root = shutil.copytree(data, tmp_path / "data")
     mask = root / "sft/train_000001.mask.bin"
-    content = mask.read_bytes()
-    mask.unlink()
-    if change:
-        mask.write_bytes(change(content))
+    mask.write_bytes(mask.read_bytes()[:-2] + b"\1\1")
     fails(tune(base, tmp_path / "run", "--data", root), f"{mask} was changed or is missing")
     assert not (tmp_path / "run").exists()
 

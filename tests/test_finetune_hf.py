@@ -57,15 +57,6 @@ MODELS = {
     "learned positions": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, **NO_DROPOUT),
     "window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
 }
-CHAT = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello!"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "Ciao."},
-]
-
-
 def byte_tokenizer(template: str | None = TEMPLATE.read_text()) -> PreTrainedTokenizerFast:
     """One token for each byte, and Qwen's marks."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -154,17 +145,6 @@ def one_config(**settings) -> ft.Config:
 
 
 # ---- data
-
-
-def test_assistant_mask_by_hand():
-    """What the assistant says counts, with the mark that ends its turn, and nothing else."""
-    tokenizer = byte_tokenizer()
-    batch = ft.tokenize_chats({"messages": [CHAT]}, tokenizer, "messages")
-    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT)
-    tokens = batch["tokens"][0]
-    assert tokenizer.decode(tokens) == text
-    counted = [token for token, flag in zip(tokens, batch["loss_mask"][0], strict=True) if flag]
-    assert tokenizer.decode(counted) == "Hello!<|im_end|>Ciao.<|im_end|>"
 
 
 def test_tools_in_the_form_of_openai():
@@ -684,7 +664,6 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
     (["--attention", "eager9"], "--attention eager9 does not fit"),
     (["--sequence-length", "10"], "none of the 52 rows fits; check --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "/nowhere/config.json cannot be read (FileNotFoundError: "),
-    (["@/nowhere.toml"], "/nowhere.toml cannot be read (FileNotFoundError: "),
     (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; fix that"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(folder, tmp_path, words, sentence):

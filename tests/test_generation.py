@@ -8,21 +8,19 @@ import re
 import sys
 from types import SimpleNamespace
 
+import engine
 import pytest
+import sample as sample_script
 import torch
+from engine import cache, kernel, prefill, sampling, scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.calculator import calculate
+from lib.command import RunError
 
 from commands import write_run
 from test_model import CONFIGS
-from tiny import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium
-
-sys.path.insert(0, str(ROOT / "runs"))
-import engine
-import sample as sample_script
-from engine import cache, kernel, prefill, sampling, scheduler
-from lib.calculator import calculate
-from lib.command import RunError
+from tiny import logits, random_documents, random_model, tiny_config, tiny_medium
 
 # ==== loading
 
@@ -170,16 +168,8 @@ def test_sample_command(run_dir, run_sample):
     assert 0 < room < 9
     code, out, _ = run_sample(*flags, "--prompt", prompt, "--temperature", 0)
     assert code == 0 and json.loads(out.splitlines()[-1])["new_tokens"] <= room
-
-
-@pytest.mark.parametrize(("args", "message"), [
-    (("--prompt", "q" * 200), "context of 64"),
-    (("--attention", "triton", "--device", "cpu"), "triton cannot run here"),
-    (("--step", 1), "no checkpoint at step 1"),
-])  # fmt: skip
-def test_sample_errors(run_dir, run_sample, args, message):
-    code, out, err = run_sample(run_dir, *args)
-    assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1
+    code, _, err = run_sample(run_dir, "--step", 1)
+    assert code == 1 and err.startswith("error: ") and "no checkpoint" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ["--tokens=0", "--temperature=-1", "--top-k=-1", "--top-p=0", "--top-p=1.1"])

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_medium as tm
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import references
 from tiny import pack, random_documents, random_model, tiny_medium
@@ -77,35 +75,18 @@ def weights8(*weights):
     return [tm.to_weights8(w[None])[0] for w in weights]
 
 
-def test_linear8_is_exact_where_fp8_is(fp8_everywhere):
+@pytest.mark.parametrize("power", (-20, 0, 10))
+def test_linear8_is_exact_where_fp8_is(fp8_everywhere, power):
     """With powers of two as factors and few-bit integers as values only the scale of a result is rounded, in fp32."""
     rng = torch.Generator().manual_seed(0)
     x, w, g = (torch.randint(-1, 2, shape, generator=rng).float() for shape in ((32, 16), (48, 16), (32, 48)))
     for t in (x, w, g):
         t[0], t[0, 0] = 0.0, 7.0  # the longest row; 448 / 64, 57344 / 2 ** 13
-    x, w, g = x.requires_grad_(), w.requires_grad_(), g * 2**-20
+    x, w, g = x.requires_grad_(), (w * 2.0**power).requires_grad_(), g * 2.0 ** (power - 20)
     y = tm.linear8(x, w, *weights8(w))
     got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, F.linear(x, w)))
     for a, b in zip((y, *got), (F.linear(x, w), *want), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=0)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(-30, 20), st.integers(-30, 20), st.integers(-60, 10), st.integers(0, 9))
-def test_fp8_error(fp8_everywhere, size_w, size_down, size_g, seed):
-    """Of any magnitude: the error of 4 bits of x and weights, 3 of gradients, and gradients in their places."""
-    rng = torch.Generator().manual_seed(seed)
-    shapes = (96, 32), (64, 32), (64, 32), (96, 64), (96, 32)
-    x, w, down, g, h = (torch.randn(shape, generator=rng) for shape in shapes)
-    x, g, h = F.rms_norm(x, (32,)).requires_grad_(), g * 2.0**size_g, h * 2.0**size_g
-    w, down = (w * 2.0**size_w).requires_grad_(), (down * 2.0**size_down).requires_grad_()
-    cases = (tm.linear8(x, w, *weights8(w)), F.linear(x, w), (x, w), g), (
-        tm.mlp_relu2(x, w, down, *weights8(w, down)), tm.mlp_relu2(x, w, down), (x, w, down), h)  # fmt: skip
-    for y, exact, leaves, grad in cases:
-        got, want = ((out, *torch.autograd.grad(out, leaves, grad)) for out in (y, exact))
-        errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True)]
-        assert errors[0] < 0.08 and max(errors[1:]) < 0.13, errors
-        assert errors[0] > 0.01, "it must be fp8"
 
 
 def test_fp8_of_zeros(fp8_everywhere):

@@ -18,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ import train_small as ts
 from fault_runs import Job, run
 
 from commands import losses, sets, tensors
+from processes import free_port
 from tiny import TINY, write_dataset
 
 pytestmark = [
@@ -268,9 +268,7 @@ def ranks(lab, folder, rng) -> Verdict:
     """
     how = rng.choice(("kill one", "kill both", "SIGTERM", "kill at disk"))
     wrong = ("die_at_operation", rng.randint(1, 60)) if how == "kill at disk" else ()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     jobs = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
