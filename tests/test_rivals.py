@@ -481,7 +481,7 @@ def test_seeds_share_a_row(tmp_path, capsys):
     write_log(tmp_path / "b.log.gz", GPT_LINE, nats=1600 * math.log(2), seed=1, seconds=2.004)
     assert rivals.main(["results", "--logs", str(tmp_path)]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert rows == ["| p34 | gpt | lr 0.001 | 0, 1 | 50 | 100 | 1.5500 | 1.5000, 1.6000 | 2.0 |  | a CPU |"]
+    assert rows == ["| p34 | gpt | lr 0.001 | 0, 1 | 50 | 100 | 1.5500 | 1.5000, 1.6000 | 2.0, 2.0 |  | a CPU |"]
 
 
 def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):
