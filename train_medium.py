@@ -482,7 +482,7 @@ def loss_weights(config: Config, step: int) -> list[float]:
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
 # Four objects carry a run: `job` is what it trains on and how (Pretraining), `state` what a step changes
-# (TrainState), `progress` what a checkpoint keeps besides (Progress), `run` all of these (Run).
+# (TrainState), `progress` what else a checkpoint keeps (Progress), `run` all of these (Run).
 
 
 @dataclass
@@ -878,7 +878,7 @@ class LayerWeights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What every layer reads besides the residual stream."""
+    """What every layer reads in addition to the residual stream."""
 
     x0: Tensor  # (T, D) normalised embedding
     ngram: Tensor | None  # (T, D) embedding of the last two and three tokens
@@ -2167,7 +2167,7 @@ def resume(run: Run) -> None:
 
 
 def prepare_loop(run: Run) -> None:
-    """Starts the loader's thread and makes what the loop needs besides the model."""
+    """Starts the loader's thread and makes what the loop needs in addition to the model."""
     run.loader = run.job.loader(run)
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
@@ -3213,7 +3213,7 @@ def run_command(command: Callable[[], dict]) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.unfreeze()  # a test or a tool may go on in this process
+        gc.unfreeze()  # a test or a tool may continue in this process
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     return 0
