@@ -145,27 +145,27 @@ class Stage:
 class Config:
     # -- model
     num_layers: int = 24  # number of layers, which sets the size
-    width: int = 0  # width of the stream; 0: 64 a layer, in whole heads; 64 beat 128 in nanochat
+    width: int = 0  # width of the residual stream; 0: 64 per layer, in whole heads; 64 beat 128 in nanochat
     head_dim: int = 128  # width of an attention head
     mlp_width: int = 0  # hidden width of the MLP; 0: 4 x width
-    swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
-    vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
+    swiglu: bool = False  # silu(gate) * up instead of relu(up) ** 2 (runs/portable.args)
+    vocab_size: int = 32768  # vocabulary size; the dataset's tokenizer overrides it
     max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 512  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
-    no_attention_layers: tuple = ()  # layers that are an MLP alone
+    no_attention_layers: tuple = ()  # layers with an MLP only
     long_layers: tuple = ()  # layers with the long window; none: each 4th and the last (nanochat)
-    key_offset: bool = True  # in long_layers half of each key comes from the previous token
+    key_offset: bool = True  # half of each key in long_layers from the previous token
     value_embeds: bool = True  # an embedding of each token in v of every other layer and the last
-    shared_input_from: int = 99  # layer from which on attention reads one input (record 77); 99: off
+    shared_input_from: int = 99  # first layer whose attention reads a shared input (record 77); 99: off
     tied: bool = False  # one table for input and output: better up to about 100 M tokens
     bigram_rows: int = 0  # table of hashed token pairs; 0: off
     trigram_ratio: float = 0.0  # rows of a table of token triples for each bigram row; 0: off
-    x0_injection: bool = True  # a share of the input in the stream of every layer
-    mudd_width: int = 128  # hidden width of mix(), input of the last layer (MUDDFormer); 0: off
-    # Layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191).
+    x0_injection: bool = True  # input added to the stream in every layer, times a learned factor
+    mudd_width: int = 128  # hidden width of mix(), which makes the last layer's input (MUDDFormer); 0: off
+    # layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191)
     paired_layers: tuple = ()
-    # Layers whose heads can take the token's own value out of their output (modded-nanogpt PR 264).
+    # layers whose heads can remove the token's own value from their output (modded-nanogpt PR 264)
     exclusive_layers: tuple = ()
     gated_layers: tuple = ()  # layers with a gate on what each head returns
     gate_width: int = 12  # channels that gates read
@@ -173,51 +173,51 @@ class Config:
     rotary_base: float = 1024.0  # base of the rotary frequencies
     rotary_full: bool = False  # rotation of whole heads, not of half of each
     softcap: tuple = (23.0, 5.0, 7.5)  # a, b, c of logits = a * sigmoid((x + b) / c), record 54; none: x
-    fp8: bool = True  # products of qkv and MLP in fp8, only in training, on Hopper and B200
-    fp8_head: bool = True  # product of the head in fp8, only in training, on Hopper and B200
-    fp8_o: bool = True  # product of attention's output in fp8
-    recompute: bool = False  # layers run again in the backward: a third of the memory, without fp8
-    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens: multi-token prediction (record 53)
+    fp8: bool = True  # fp8 matmuls in qkv and MLP, in training only, on Hopper and B200
+    fp8_head: bool = True  # fp8 matmul in the head, in training only, on Hopper and B200
+    fp8_o: bool = True  # fp8 matmul in attention's output
+    recompute: bool = False  # recomputed activations in the backward: a third of the memory, without fp8
+    mtp_weights: tuple = (1.0,)  # loss weights of the next tokens, for multi-token prediction (record 53)
     mtp_until: float = 0.5  # fraction of the run over which all but the first mtp_weight fall to 0
-    # Weight of a second target: the longest other token that the next token begins with. 0: off.
+    # weight of a second target, the longest other token that the next token begins with; 0: off
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
     init_qkv: float = 1.0  # initial scale of queries, keys and values
-    init_o: float = 0.0  # attention's output, times init_qkv
+    init_o: float = 0.0  # initial scale of attention's output, times init_qkv
     init_up: float = 0.4  # initial scale of the MLP's first matrix; the second starts at 0
     # -- data
     pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is several packs
     max_docs_per_pack: int = 64  # maximum number of documents in a pack; the rest of it is padding
     tokens: int = 0  # length of the run; 0: tokens_per_weight x matmul_weights
-    tokens_per_weight: float = 8.0  # nanochat's at this size; compute-optimal is about 10 there
-    max_epochs: int = 1  # how often the text may be read
+    tokens_per_weight: float = 8.0  # tokens per matmul weight, as in nanochat at this size, where about 10 are optimal
+    max_epochs: int = 1  # maximum number of passes over the text
     val_tokens: int = 10_485_760  # tokens of validation text to score
     # -- stages
     stages: tuple = ((1.0, 0, 1.0),)  # fraction, packs (0: by batch_rule) and lr_mult of each
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
-    muon_lr: float = 0.0  # 0: 0.0283 x rate_rule
-    adam_lr: float = 0.0  # 0: 0.0064 x rate_rule
-    muon_decay: float = 0.06  # at most, see decay_rule
-    table_decay: float = 0.015  # the same for value and n-gram embeddings
-    muon_beta2: float = 0.9  # decay of the second moment of NorMuon
+    muon_lr: float = 0.0  # learning rate of matrices; 0: 0.0283 x rate_rule
+    adam_lr: float = 0.0  # learning rate of everything else; 0: 0.0064 x rate_rule
+    muon_decay: float = 0.06  # maximum weight decay of matrices, see decay_rule
+    table_decay: float = 0.015  # maximum weight decay of value and n-gram embeddings
+    muon_beta2: float = 0.9  # decay of NorMuon's second moment
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
     momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
-    cooldown: float = 0.65  # fraction of the run over which the rate falls; nanochat
-    lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
-    average: float = 0.0  # fraction of the run, at its end, whose weights are averaged (PR 360)
+    cooldown: float = 0.65  # fraction of the run over which learning rates fall; nanochat
+    lr_floor: float = 0.1  # learning rates at the end, as a fraction of the base rates
+    average: float = 0.0  # last fraction of the run, over which weights are averaged (PR 360)
     # -- how a run is executed, no part of the recipe
     data: str = "data/shards/climbmix"  # dataset directory
     seed: int = 0  # seed of the first weights
     eval_every: int = 250  # steps between validations; 0: only at the end
-    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: not even then
+    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: never
     log_every: int = 10  # steps between lines of the log
-    keep_checkpoints: int = 2  # how many of the newest ones are kept; the best is kept as well
-    micro_batch_tokens: int = 0  # tokens that a GPU computes at once; 0: from free memory
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; the best is kept as well
+    micro_batch_tokens: int = 0  # tokens that a GPU processes at once; 0: chosen by free memory
     attention: str = "auto"  # auto, triton, fa3 or sdpa
     dtype: str = "auto"  # auto, bfloat16, float16 or float32
     compile: bool = True  # torch.compile on a GPU: a slower start, faster steps
-    cuda_graphs: bool = True  # replay of compiled steps; without it slower, but less memory
-    wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
+    cuda_graphs: bool = True  # replay of compiled steps: faster, but more memory
+    wandb: str = ""  # name of the run on Weights & Biases; empty: not logged there
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -482,7 +482,7 @@ def loss_weights(config: Config, step: int) -> list[float]:
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
 # Four objects carry a run: `job` is what it trains on and how (Pretraining), `state` what a step changes
-# (TrainState), `progress` what a checkpoint keeps besides (Progress), `run` all of these (Run).
+# (TrainState), `progress` what else a checkpoint keeps (Progress), `run` all of these (Run).
 
 
 @dataclass
@@ -878,7 +878,7 @@ class LayerWeights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What every layer reads besides the residual stream."""
+    """What every layer reads in addition to the residual stream."""
 
     x0: Tensor  # (T, D) normalised embedding
     ngram: Tensor | None  # (T, D) embedding of the last two and three tokens
@@ -2147,7 +2147,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume")
+    require(folder, f"{run.run_dir} has no complete checkpoint; start again without --resume")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2167,7 +2167,7 @@ def resume(run: Run) -> None:
 
 
 def prepare_loop(run: Run) -> None:
-    """Starts the loader's thread and makes what the loop needs besides the model."""
+    """Starts the loader's thread and makes what the loop needs in addition to the model."""
     run.loader = run.job.loader(run)
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
@@ -2660,7 +2660,7 @@ class Dataset:
             listed = info["files"]["tokenizer.json"]["sha256"]
         tokenizer = root / "tokenizer.json"
         if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
-            raise UserError(f"{tokenizer} is not the tokenizer of its shards; make the dataset again")
+            raise UserError(f"{tokenizer} is not the tokenizer that its shards were made with; make the dataset again")
         return Dataset(root, info, Tokenizer(tokenizer))
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
@@ -2681,7 +2681,7 @@ class Dataset:
         listed = self.info["files"][path.relative_to(self.root).as_posix()]
         way = "make or download it again with the scripts in data/"
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
-            raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
+            raise UserError(f"{path} was changed or is missing: its sha256 is not the one in dataset.json; {way}")
         return np.frombuffer(content, "<u2", offset=1024)
 
 
@@ -2746,7 +2746,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
             way = "wait until it ends, or choose another --run-dir"
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
-            print(f"note: the file system of {run_dir} has no locks; start no second run there", file=sys.stderr)
+            print(f"note: the file system of {run_dir} has no locks; do not start a second run there", file=sys.stderr)
         # Without them a run ended before its first save, and may start again.
         begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
         if begun and not args.resume:
@@ -2758,7 +2758,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is not a run directory, as it has no config.json; choose one")
+    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -2796,7 +2796,7 @@ class Log:
             self.wandb = wandb.init(project=project, name=name, config=config, **options)
         except wandb.errors.UsageError as error:  # no key
             way = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"--wandb cannot begin ({str(error).splitlines()[0]}); {way}") from None
+            raise UserError(f"--wandb cannot start ({str(error).splitlines()[0]}); {way}") from None
 
     def say(self, text: str) -> None:
         if not self.active:
@@ -2951,7 +2951,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
-        require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
+        require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not the one in state.json")
     return saved
 
 
@@ -3030,9 +3030,9 @@ def validate(config: Config) -> None:
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
     require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
-    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows; 0 switches it off")
-    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 alone will do")
-    require(c.momentum, "momentum needs four numbers, as 0.85,0.95,300,50")
+    require(1 not in (c.bigram_rows, c.trigram_rows), "an n-gram table needs at least two rows; 0 switches it off")
+    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight for the next token; 1.0 alone is enough")
+    require(c.momentum, "momentum needs four numbers, e.g. 0.85,0.95,300,50")
     require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
@@ -3073,7 +3073,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its own recipe")
-    add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
+    add("--steps", type=read_int, metavar="N", help="length of the run in steps, instead of --tokens")
     helps = field_help()
     for field_ in dataclasses.fields(Config):
         name = field_.name
@@ -3108,7 +3108,7 @@ def read_int(text: str) -> int:
         number = fractions.Fraction(digits)
         if number.denominator == 1:
             return int(number)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number like 1000, 1e6 or 5M")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number like 1000, 1e6 or 5M")
 
 
 def read_list(text: str) -> tuple:
@@ -3116,7 +3116,7 @@ def read_list(text: str) -> tuple:
     try:
         return as_tuple(ast.literal_eval(f"[{text}]"))
     except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list like 3,10") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 3,10") from None
 
 
 def given_fields(args: argparse.Namespace) -> dict:
@@ -3138,7 +3138,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
     values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
-    require(args.steps is None or args.steps > 0, f"--steps {args.steps} is no training; use 1 or more")
+    require(args.steps is None or args.steps > 0, f"--steps {args.steps} trains nothing; use 1 or more")
     config = config_of_steps(args.steps, values) if args.steps else Config(**values)
     validate(config)
     return config
@@ -3213,7 +3213,7 @@ def run_command(command: Callable[[], dict]) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.unfreeze()  # a test or a tool may go on in this process
+        gc.unfreeze()  # a test or a tool may continue in this process
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     return 0

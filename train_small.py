@@ -126,28 +126,28 @@ class Stage:
 @dataclass(frozen=True)
 class Config:
     # -- model
-    num_layers: int = 11  # layers of attention and MLP
+    num_layers: int = 11  # number of layers
     width: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     mlp_width: int = 3072  # hidden width of an MLP
-    swiglu: bool = False  # silu(gate) * up in place of relu(up) ** 2 (runs/portable.args)
-    vocab_size: int = 32768  # entries of the vocabulary; the dataset's tokenizer replaces it
+    swiglu: bool = False  # silu(gate) * up instead of relu(up) ** 2 (runs/portable.args)
+    vocab_size: int = 32768  # vocabulary size; the dataset's tokenizer overrides it
     max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 128  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
-    no_attention_layers: tuple = (4, 6, 9)  # layers that are an MLP alone (record 17: layer 6)
+    no_attention_layers: tuple = (4, 6, 9)  # layers with an MLP only (record 17: layer 6)
     long_layers: tuple = (3, 10)  # layers with the long window
     key_offset_layers: tuple = (3, 10)  # layers where half of each key is the previous token's
     value_embed_layers: tuple = (1, 2, 8, 10)  # layers with an embedding of each token in v
-    shared_input_from: int = 8  # layer from which on attention reads one input (record 77); 99: off
+    shared_input_from: int = 8  # first layer whose attention reads a shared input (record 77); 99: off
     tied: bool = True  # one table for input and output
     bigram_rows: int = 1638400  # rows of the bigram table (hashed n-gram embeddings); 0: off
     trigram_ratio: float = 10.0  # rows of a table of token triples for each bigram row; 0: off
-    x0_injection: bool = False  # a share of the input in the stream of every layer
-    mudd_width: int = 256  # hidden width of mix(), input of the last layer (MUDDFormer); 0: off
-    # Layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191).
+    x0_injection: bool = False  # input added to the stream in every layer, times a learned factor
+    mudd_width: int = 256  # hidden width of mix(), which makes the last layer's input (MUDDFormer); 0: off
+    # layers whose heads h and h + H/2 share a softmax over the keys of both (modded-nanogpt PR 191)
     paired_layers: tuple = (0, 2, 5)
-    # Layers whose heads can take the token's own value out of their output (modded-nanogpt PR 264).
+    # layers whose heads can remove the token's own value from their output (modded-nanogpt PR 264)
     exclusive_layers: tuple = (1, 3, 7)
     gated_layers: tuple = (3, 10)  # layers with a gate on what each head returns
     gate_width: int = 12  # channels that gates read
@@ -155,13 +155,13 @@ class Config:
     rotary_base: float = 1024.0  # base of the rotary frequencies
     rotary_full: bool = False  # rotation of whole heads, not of half of each
     softcap: tuple = (23.0, 5.0, 7.5)  # a, b, c of logits = a * sigmoid((x + b) / c), record 54; none: x
-    fp8: bool = True  # products of qkv and MLP in fp8, only in training, on Hopper and B200
-    fp8_head: bool = True  # product of the head in fp8, only in training, on Hopper and B200
-    fp8_o: bool = False  # product of attention's output in fp8; no gain at this width
-    recompute: bool = False  # layers run again in the backward: less memory, slower, without fp8
-    mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens: multi-token prediction (record 53)
+    fp8: bool = True  # fp8 matmuls in qkv and MLP, in training only, on Hopper and B200
+    fp8_head: bool = True  # fp8 matmul in the head, in training only, on Hopper and B200
+    fp8_o: bool = False  # fp8 matmul in attention's output; no gain at this width
+    recompute: bool = False  # recomputed activations in the backward: less memory, slower, without fp8
+    mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens, for multi-token prediction (record 53)
     mtp_until: float = 0.65  # fraction of the run over which all but the first mtp_weight fall to 0
-    # Weight of a second target: the longest other token that the next token begins with. 0: off.
+    # weight of a second target, the longest other token that the next token begins with; 0: off
     prefix_weight: float = 0.25
     # -- initial weights, as standard deviations times sqrt(width)
     init_qkv: float = 0.5  # initial scale of queries, keys and values
@@ -171,33 +171,33 @@ class Config:
     pack_tokens: int = 8192  # tokens in a pack, the loader's unit; a step is several packs
     max_docs_per_pack: int = 64  # maximum number of documents in a pack; the rest of it is padding
     tokens: int = 340_000_000  # length of the run in tokens
-    max_epochs: int = 1  # how often the text may be read
+    max_epochs: int = 1  # maximum number of passes over the text
     val_tokens: int = 10_485_760  # tokens of validation text to score
     # -- stages
-    stages: tuple = ()  # fraction, packs and lr_mult of each, as (0.5,8,1.0),(0.5,16,1.4); none: by stage_rule
-    min_packs: int = 8  # packs in the first stage of stage_rule; up to 4 GPUs learn more with 4
+    stages: tuple = ()  # fraction, packs and lr_mult of each, e.g. (0.5,8,1.0),(0.5,16,1.4); none: stage_rule
+    min_packs: int = 8  # packs in the first stage of stage_rule; 4 learns more on up to 4 GPUs
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023  # learning rate of matrices
     adam_lr: float = 0.006  # learning rate of everything else
-    muon_beta2: float = 0.9  # decay of the second moment of NorMuon
+    muon_beta2: float = 0.9  # decay of NorMuon's second moment
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
     momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
-    cooldown: float = 0.6  # fraction of the run over which the rate falls
-    lr_floor: float = 0.2  # rate at the end, as a fraction of the base rate
-    average: float = 0.2  # fraction of the run, at its end, whose weights are averaged (PR 360)
+    cooldown: float = 0.6  # fraction of the run over which learning rates fall
+    lr_floor: float = 0.2  # learning rates at the end, as a fraction of the base rates
+    average: float = 0.2  # last fraction of the run, over which weights are averaged (PR 360)
     # -- how a run is executed, no part of the recipe
     data: str = "data/shards/climbmix"  # dataset directory
     seed: int = 0  # seed of the first weights
     eval_every: int = 250  # steps between validations; 0: only at the end
-    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: not even then
+    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: never
     log_every: int = 10  # steps between lines of the log
-    keep_checkpoints: int = 2  # how many of the newest ones are kept; the best is kept as well
-    micro_batch_tokens: int = 0  # tokens that a GPU computes at once; 0: from free memory
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; the best is kept as well
+    micro_batch_tokens: int = 0  # tokens that a GPU processes at once; 0: chosen by free memory
     attention: str = "auto"  # auto, triton, fa3 or sdpa
     dtype: str = "auto"  # auto, bfloat16, float16 or float32
     compile: bool = True  # torch.compile on a GPU: a slower start, faster steps
-    cuda_graphs: bool = True  # replay of compiled steps; without it slower, but less memory
-    wandb: str = ""  # name of the run in Weights & Biases; none: no logging there
+    cuda_graphs: bool = True  # replay of compiled steps: faster, but more memory
+    wandb: str = ""  # name of the run on Weights & Biases; empty: not logged there
 
     def __post_init__(self):
         check_ranges(self)
@@ -395,7 +395,7 @@ def loss_weights(config: Config, step: int) -> list[float]:
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
 # Four objects carry a run: `job` is what it trains on and how (Pretraining), `state` what a step changes
-# (TrainState), `progress` what a checkpoint keeps besides (Progress), `run` all of these (Run).
+# (TrainState), `progress` what else a checkpoint keeps (Progress), `run` all of these (Run).
 
 
 @dataclass
@@ -791,7 +791,7 @@ class LayerWeights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What every layer reads besides the residual stream."""
+    """What every layer reads in addition to the residual stream."""
 
     x0: Tensor  # (T, D) normalised embedding
     ngram: Tensor | None  # (T, D) embedding of the last two and three tokens
@@ -2060,7 +2060,7 @@ def resume(run: Run) -> None:
     """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
-    require(folder, f"{run.run_dir} has no whole checkpoint; start again without --resume")
+    require(folder, f"{run.run_dir} has no complete checkpoint; start again without --resume")
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
     is_done = step >= run.job.config.num_steps
@@ -2080,7 +2080,7 @@ def resume(run: Run) -> None:
 
 
 def prepare_loop(run: Run) -> None:
-    """Starts the loader's thread and makes what the loop needs besides the model."""
+    """Starts the loader's thread and makes what the loop needs in addition to the model."""
     run.loader = run.job.loader(run)
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
@@ -2573,7 +2573,7 @@ class Dataset:
             listed = info["files"]["tokenizer.json"]["sha256"]
         tokenizer = root / "tokenizer.json"
         if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
-            raise UserError(f"{tokenizer} is not the tokenizer of its shards; make the dataset again")
+            raise UserError(f"{tokenizer} is not the tokenizer that its shards were made with; make the dataset again")
         return Dataset(root, info, Tokenizer(tokenizer))
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
@@ -2594,7 +2594,7 @@ class Dataset:
         listed = self.info["files"][path.relative_to(self.root).as_posix()]
         way = "make or download it again with the scripts in data/"
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
-            raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
+            raise UserError(f"{path} was changed or is missing: its sha256 is not the one in dataset.json; {way}")
         return np.frombuffer(content, "<u2", offset=1024)
 
 
@@ -2659,7 +2659,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
             way = "wait until it ends, or choose another --run-dir"
             raise UserError(f"another process is training in {run_dir}; {way}") from None
         except (OSError, NotImplementedError):
-            print(f"note: the file system of {run_dir} has no locks; start no second run there", file=sys.stderr)
+            print(f"note: the file system of {run_dir} has no locks; do not start a second run there", file=sys.stderr)
         # Without them a run ended before its first save, and may start again.
         begun = checkpoints(run_dir) or (run_dir / "result.json").exists()
         if begun and not args.resume:
@@ -2671,7 +2671,7 @@ def prepare_run_dir(job: Pretraining, args: argparse.Namespace, ranks: Ranks) ->
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
     path = run_dir / "config.json"
-    require(path.is_file(), f"{run_dir} is not a run directory, as it has no config.json; choose one")
+    require(path.is_file(), f"{run_dir} is not a run directory: it has no config.json; choose one")
     with explain_damage(path):
         return unseal(path.read_bytes())
 
@@ -2709,7 +2709,7 @@ class Log:
             self.wandb = wandb.init(project=project, name=name, config=config, **options)
         except wandb.errors.UsageError as error:  # no key
             way = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"--wandb cannot begin ({str(error).splitlines()[0]}); {way}") from None
+            raise UserError(f"--wandb cannot start ({str(error).splitlines()[0]}); {way}") from None
 
     def say(self, text: str) -> None:
         if not self.active:
@@ -2864,7 +2864,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error})") from None
     for name, found in zip(names, hashes, strict=True):
-        require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not that in state.json")
+        require(found == saved["files"][name], f"{folder / name} is damaged: its sha256 is not the one in state.json")
     return saved
 
 
@@ -2943,9 +2943,9 @@ def validate(config: Config) -> None:
     require(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
     require(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4")
     require(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
-    require(1 not in (c.bigram_rows, c.trigram_rows), "a table of n-grams needs two rows; 0 switches it off")
-    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight of the next token; 1.0 alone will do")
-    require(c.momentum, "momentum needs four numbers, as 0.85,0.95,300,50")
+    require(1 not in (c.bigram_rows, c.trigram_rows), "an n-gram table needs at least two rows; 0 switches it off")
+    require(sum(c.mtp_weights[:1]) > 0, "mtp_weights needs a weight for the next token; 1.0 alone is enough")
+    require(c.momentum, "momentum needs four numbers, e.g. 0.85,0.95,300,50")
     require(c.max_seq_len <= c.pack_tokens, f"max_seq_len={c.max_seq_len} is above pack_tokens={c.pack_tokens}")
     require(abs(total - 1) < 1e-6, f"the fractions of the stages add up to {total:.4f}, not 1")
     whole = c.micro_batch_tokens % c.pack_tokens == 0
@@ -2986,7 +2986,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--run-dir", type=os.path.expanduser, metavar="DIR", help="run directory (default: a new dated one in out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its own recipe")
-    add("--steps", type=read_int, metavar="N", help="length of the run in steps, in place of --tokens")
+    add("--steps", type=read_int, metavar="N", help="length of the run in steps, instead of --tokens")
     helps = field_help()
     for field_ in dataclasses.fields(Config):
         name = field_.name
@@ -3021,7 +3021,7 @@ def read_int(text: str) -> int:
         number = fractions.Fraction(digits)
         if number.denominator == 1:
             return int(number)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number like 1000, 1e6 or 5M")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number like 1000, 1e6 or 5M")
 
 
 def read_list(text: str) -> tuple:
@@ -3029,7 +3029,7 @@ def read_list(text: str) -> tuple:
     try:
         return as_tuple(ast.literal_eval(f"[{text}]"))
     except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list like 3,10") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 3,10") from None
 
 
 def given_fields(args: argparse.Namespace) -> dict:
@@ -3051,7 +3051,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
     values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
-    require(args.steps is None or args.steps > 0, f"--steps {args.steps} is no training; use 1 or more")
+    require(args.steps is None or args.steps > 0, f"--steps {args.steps} trains nothing; use 1 or more")
     config = config_of_steps(args.steps, values) if args.steps else Config(**values)
     validate(config)
     return config
@@ -3126,7 +3126,7 @@ def run_command(command: Callable[[], dict]) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.unfreeze()  # a test or a tool may go on in this process
+        gc.unfreeze()  # a test or a tool may continue in this process
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     return 0

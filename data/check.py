@@ -1,4 +1,4 @@
-"""Checks a dataset directory: reads all that dataset.json lists, prints a line for each problem.
+"""Checks a dataset directory: reads every file that dataset.json lists, and prints a line for each problem.
 
     python data/check.py data/shards/mine
 """

@@ -4,12 +4,12 @@
     python data/pairs.py --source climbmix --max-files 2 --kind passages --out data/pairs/climbmix
 
 --kind title      the first line of a document is the query, the beginning of the rest its positive;
-                  documents whose first line is no title (too long, or like a sentence) are skipped
+                  documents whose first line is not a title (too long, or like a sentence) are skipped
 --kind passages   two passages of one document that do not overlap
 
 --source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into
---out, a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in
-train.jsonl. The same command writes the same bytes.
+--out, one {"query": TEXT, "positive": TEXT} per line. No text appears twice, and no text of
+val.jsonl is in train.jsonl. The same command writes the same bytes.
 """
 
 import argparse

@@ -145,12 +145,12 @@ def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Ends the script if a setting or a source file differs."""
     if old["inputs"] != new["inputs"]:
         hint = "choose another --out, or delete it"
-        fail(f"{out} was built from other source files (names, sizes or content); {hint}")
+        fail(f"{out} was built from different source files (names, sizes or content); {hint}")
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
         if old.get(key) != new[key] and not (key == "name" and not new["name"]):
             was = f"--{key.replace('_', '-')} was {old.get(key)!r} before and is {new[key]!r} now"
-            fail(f"{out} was built with other settings: {was}; choose another --out or the same settings")
+            fail(f"{out} was built with different settings: {was}; choose another --out or the same settings")
 
 
 def is_complete(progress: Progress) -> bool:

@@ -531,8 +531,8 @@ def format_lock(lock: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Rewrite what pypi_lock.json states of a set.")
-    parser.add_argument("command", choices=["lock"], help="note the documents, or the dataset if one is given")
+    parser = argparse.ArgumentParser(description="Rewrite what pypi_lock.json states about a set.")
+    parser.add_argument("command", choices=["lock"], help="lock the documents, or the dataset if one is given")
     parser.add_argument("set", help="name of a set: p34, p100 or p400")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
     parser.add_argument("--workers", type=int, default=1, help="number of reading processes [%(default)s]")

@@ -489,7 +489,7 @@ def build(args: argparse.Namespace) -> None:
     encoding = tokenizer.load(out / "tokenizer.json")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
-        fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
+        fail(f"the tokenizer of {out} has no {min(missing)} token; train a tokenizer that has it")
     sources = [parse_source(spec, "--source", args) for spec in args.source]
     val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would pick its own conversations to hold out.
@@ -536,7 +536,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
-    add("--source", required=True, action="append", metavar="SPEC", help="conversations, in a form above; repeatable")
+    add("--source", required=True, action="append", metavar="SPEC", help="conversations in a form above; repeatable")
     add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
     held_out = "held-out fraction without --val-source (default: 0.01, at least 50 or 5 %%)"
     add("--val-fraction", metavar="F", type=float, help=held_out)

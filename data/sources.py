@@ -342,7 +342,7 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
         others = [path for path in found if not has_ending(path, suffixes)]
         if others and is_named and not is_folder:
             fail(f"--source file {part} has an unknown extension; use one of {endings}")
-        skipped.update(path.suffix.lower() or "without ending" for path in others)
+        skipped.update(path.suffix.lower() or "without extension" for path in others)
         paths += [path for path in found if has_ending(path, suffixes)]
     if skipped:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common())

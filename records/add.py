@@ -1,10 +1,10 @@
-"""Writes an entry to baselines/ from finished runs that differ in their seed only.
+"""Writes an entry to baselines/ from finished runs that differ only in their seed.
 
     python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --baseline 2026-11-26_p34-h100 \\
         --hypothesis "..." --change "..." --dropped "..."
 
 Nothing is written unless the entry verifies and the script reproduces the Config of the runs from
-their flags. The text of its README.md may be edited until it is committed, except the figures
+their flags. Until the entry is committed, you may edit its README.md, except the figures
 between the markers. CORE is read from core.csv of runs/score_core.py. Rules: records/README.md.
 """
 

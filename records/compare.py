@@ -1,6 +1,6 @@
 """Compares entries and run directories: table, differences, plot.
 
-    python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ in their seed only are one row
+    python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ only in their seed form one row
     python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --plot curves.png
 
 In a folder of runs, only finished ones count.

@@ -63,12 +63,12 @@ def flag_names(words: list[str]) -> list[str]:
 
 
 def config_names(config: dict) -> dict:
-    """A Config with the names of today in place of those that were renamed."""
+    """A Config with current names instead of those that were renamed."""
     return {RENAMED.get(name, name): value for name, value in config.items()}
 
 
 def parse_settings(words: list[str]) -> dict[str, list[str | float]]:
-    """What flags of the old or the new kind set, by the Config's names of today.
+    """What flags of the old or the new kind set, by the current names of the Config.
 
     `--set ahead=(1.0,0.5)` and `--mtp-weights 1,0.5` both give {"mtp_weights": [1.0, 0.5]}.
     """

@@ -197,7 +197,7 @@ def name_of(args: str) -> str:
 
 
 def rows_of(dataset: str) -> list[plots.Row]:
-    """A row for each of today's entries on a dataset."""
+    """A row for each of the newest entries on a dataset."""
     rows = []
     for args, record in current_entries().items():
         if record["dataset"]["name"] == dataset:
@@ -208,7 +208,7 @@ def rows_of(dataset: str) -> list[plots.Row]:
 
 
 def curves() -> str:
-    """The generated part of CURVES.md, markers included: training loss of today's entries."""
+    """The generated part of CURVES.md, markers included: training loss of the newest entries."""
     blocks = [BEGIN]
     for args, record in current_entries().items():
         curve = loss_curve(entry.read_logs(files.BASELINES / record["name"], record))
@@ -228,7 +228,7 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Draws the curves of today's entries on the main dataset, and results by training tokens. Returns the files."""
+    """Draws the curves of the newest entries on the main dataset, and results by training tokens. Returns the files."""
     dataset = tracks.read()["main_dataset"]
     rows = rows_of(dataset)
     if not rows:

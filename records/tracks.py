@@ -1,4 +1,4 @@
-"""The tracks that entries are ranked on: records/tracks.json, printed, and extended by one command.
+"""Prints the tracks that entries are ranked on (records/tracks.json), or adds two.
 
     python records/tracks.py
     python records/tracks.py add data/shards/p34 --dataset p34 --script small --tokens 34013184 \\

@@ -49,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
     add("--top-k", type=int, help="number of most likely tokens to sample from; 0: all (default: 50)")
     add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from [%(default)s]")
-    add("--max-tokens", type=int, help=f"maximum tokens per answer (default: {MAX_TOKENS}; a server's own)")
+    add("--max-tokens", type=int, help=f"maximum tokens per answer (default: {MAX_TOKENS}, or the server's)")
     add("--seed", type=int, help="seed of the sampling (default: a random one)")
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")

@@ -19,7 +19,7 @@ the columns of the public sets, and words*.txt with one word per line. A name wi
 names with "train" or "dev" are never used.
 
 --run-code executes programs that the model wrote, each in an empty folder with limits on time, memory and file size,
-and without network where Linux namespaces are allowed. This is no security boundary: a program can read, change and
+and without network where Linux namespaces are allowed. This is not a security boundary: a program can read, change and
 delete every file that you can, so use a container or another user. This tool executes the run's training script too.
 """
 

@@ -27,7 +27,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network [%(default)s]")
     add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     add("--allow-host", metavar="NAME", action="append", default=[],
-        help="another host name that browsers may use for this page, such as a proxy's, repeatable")  # fmt: skip
+        help="host name that browsers may use for this page, such as a proxy's, repeatable")  # fmt: skip
     return parser.parse_args(argv)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a language model from nothing, without a GPU and without downloading data. It sets up .venv, makes a dataset
+# Trains a language model from scratch, without a GPU and without downloading data. It sets up .venv, makes a dataset
 # from Python's own standard library, trains a tiny model on it (runs/cpu.args) and lets the model write some Python.
 #
 #     bash runs/quickstart.sh               the whole thing

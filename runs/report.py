@@ -20,7 +20,7 @@ from lib.report import write_report  # the training scripts take it from here
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--no-samples", action="store_true", help="table and curve alone, which need no PyTorch")
+    parser.add_argument("--no-samples", action="store_true", help="only the table and the curve, without PyTorch")
     parser.add_argument("--against", metavar="RUN", help="run, entry or @runs/NAME.args to plot for comparison")
     device = "device for samples: cuda, mps or cpu (default: the best available)"
     parser.add_argument("--device", metavar="NAME", help=device)

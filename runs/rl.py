@@ -1,4 +1,4 @@
-"""Trains a finetuned run by reinforcement learning: REINFORCE on answers that it samples itself.
+"""Trains a finetuned run by reinforcement learning: REINFORCE on its own answers.
 
     python runs/rl.py out/SFT --task addition --digits 2      sums, worked column by column
     python runs/rl.py out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator

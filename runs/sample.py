@@ -68,7 +68,7 @@ def check(run: engine.Run) -> dict:
         if math.isnan(error):
             raise RunError("the model's logits are not finite; choose an earlier checkpoint with --step")
         if error > tolerance:
-            problem = "decoding does not give the logits of the forward pass"
+            problem = "decoding and the forward pass give different logits"
             problem += f" (difference {error:.1e}, at most {tolerance:.0e} is rounding)"
             raise RunError(f"{problem}; use the tools of the commit that made the run")
     print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")

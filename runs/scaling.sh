@@ -2,7 +2,7 @@
 # Trains train_medium.py in several sizes, then writes a table, fits and a plot (runs/lib/scaling_plot.py).
 #
 #     bash runs/scaling.sh miniseries      depths 8 to 20, each with the tokens, batch and learning rates that
-#                                          train_medium.py derives from its depth (8 tokens a weight): bits per byte
+#                                          train_medium.py derives from its depth (8 tokens per weight): bits per byte
 #                                          over FLOPs
 #     bash runs/scaling.sh laws            the best size for a budget: for each of 4 budgets of FLOPs 5 depths, with as
 #                                          many tokens as the budget allows (FLOPs = 6 x weights x tokens)

@@ -11,12 +11,12 @@
 # --smoke         the chain at toy size; may be combined with --name and --bundle
 # --name NAME     write the results to out/NAME (default: speedrun_small, or smoke with --smoke)
 # --data DIR      use an existing dataset
-# --source SPEC   or make one from this source of data/pretrain.py, unless data/shards has one of it (default: climbmix)
+# --source SPEC   or make one from this source of data/pretrain.py, unless it is in data/shards (default: climbmix)
 # --bundle PATH   CORE bundle (default: downloaded)
 # --files FOLDER  tasks for chat_eval.py (default: downloaded)
 # --sft SPEC      a source for data/sft.py, such as a local file, repeatable (default: smol-smoltalk, gsm8k twice, 2,000
 #                 sums)
-# --run-code      let chat_eval.py execute programs that the model wrote; its limits are no security boundary
+# --run-code      let chat_eval.py execute programs that the model wrote; its limits are not a security boundary
 # -- FLAGS        flags for pretraining
 #
 # After an interruption, run it again with the same flags: it continues where it stopped. If the files of CORE or of the

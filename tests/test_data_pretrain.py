@@ -181,7 +181,7 @@ def test_second_run_and_other_settings(corpus):
     assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
     changed = settings(corpus, "plain", corpus / "val.jsonl")
-    expect_error(run(*changed, "--val-source", "stdlib"), "other source files")
+    expect_error(run(*changed, "--val-source", "stdlib"), "different source files")
     other = corpus / "other.json"
     dataset.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
@@ -202,7 +202,7 @@ def test_a_malformed_line_does_not_cost_the_finished_shards(corpus, tmp_path):
     before = [(out / shard["path"]).stat().st_ino for shard in shards]
     (out / f"pretrain/.train_{len(shards):06d}.bin.tmp").write_bytes(b"half a shard")  # as kill -9 leaves it
     source.write_bytes(good)
-    expect_error(run(*flags, out), "was built from other source files")
+    expect_error(run(*flags, out), "was built from different source files")
     source.write_bytes(b"\n".join([*lines[:1200], b'{"text": "broken', *lines[1200:]]))
     result = run(*flags, out, "--skip-bad")
     assert result.returncode == 0 and "skipped 1 empty documents or malformed lines" in result.stdout, result.stderr

@@ -409,7 +409,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
     (["{base}", "--pack", "4"], ["unknown flag --pack; did you mean --packs?"]),
     (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "--max-epochs"]),
-    (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
+    (["{base}", "--data", "{other}"], ["{other} has a different tokenizer from {base}"]),
     (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py"]),
     (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change --seed: ", "has 0; omit it"]),
     (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),

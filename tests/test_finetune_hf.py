@@ -656,7 +656,7 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path):
     (["--sequence-lenght", "9"], "unrecognized arguments: --sequence-lenght 9"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
     (["--column", "talk"], "no column talk in ['messages']; choose one with --column, each row of it a list of {"),
-    (["--val-rows", "60"], "--val-rows 60 is too much for 60 rows"),
+    (["--val-rows", "60"], "--val-rows 60 is too many for 60 rows"),
     (["--chat-template", TEMPLATE.with_name("sft_qwen.toml")], "does not tag what the assistant says with"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x cannot be loaded ("),

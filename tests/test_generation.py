@@ -115,7 +115,7 @@ def test_wrong_decoding_is_found(dataset, monkeypatch, module, name, fault, dtyp
     assert sample_script.check(run)["decoding_error"] < sample_script.EXACT_TOLERANCE / 3
     assert sample_script.decoding_error(run.model, run.tokenizer) < sample_script.ROUNDED_TOLERANCE / 3
     monkeypatch.setattr(module, name, functools.partial(fault, getattr(module, name)))
-    with pytest.raises(RunError, match="decoding does not give the logits of the forward pass"):
+    with pytest.raises(RunError, match="decoding and the forward pass give different logits"):
         sample_script.check(run)
 
 

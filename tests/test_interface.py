@@ -60,7 +60,7 @@ def test_every_field_is_a_flag_with_help(module):
     assert fields <= actions.keys() and set(module.FREE_ON_RESUME) <= fields
     assert [name for name in fields if len(actions[name].help) < 10] == []
     assert actions["mtp_until"].help.startswith("fraction of the run over which all")
-    assert actions["prefix_weight"].help.startswith("Weight of a second target: "), "a comment in the line above"
+    assert actions["prefix_weight"].help.startswith("weight of a second target, "), "a comment in the line above"
     assert actions["adam_eps"].help.endswith("(record 20) [1e-10]")
     numbers = {f.name for f in dataclasses.fields(module.Config) if type(f.default) in (int, float, tuple)}
     assert {name for names in module.RANGES for name in names.split()} == numbers, "each has a range"

@@ -387,7 +387,7 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--batch", type=int, default=65536, help="tokens in a step")
     batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; 0: the rival's own number")
     batch.add_argument("--sequence", type=int, default=2048, help="tokens in a row, and of a held-out document")
-    batch.add_argument("--steps", type=int, default=0, help="steps, in place of --tokens")
+    batch.add_argument("--steps", type=int, default=0, help="steps, instead of --tokens")
     no_compile = {"dest": "compile", "action": "store_false", "help": "eager execution"}
     batch.add_argument("--no-compile", **no_compile)
 

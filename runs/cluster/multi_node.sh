@@ -20,7 +20,7 @@
 # default). --run-dir and --data must be on a file system that all machines share. The number of tokens in a step does
 # not depend on the number of processes, which must divide the packs of every stage: the default recipe starts with 8
 # packs, so 8, 4, 2 or 1 processes; add --min-packs 16 for 16. With NODES=MIN:MAX every number in between must
-# fit: with 16 packs 1:2 machines with 8 GPUs do, 2:4 machines with 4 GPUs do not, because three machines would have 12.
+# fit: with 16 packs 1:2 machines with 8 GPUs work, 2:4 machines with 4 GPUs do not, as three would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
 # slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others end

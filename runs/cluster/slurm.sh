@@ -23,7 +23,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
-# SLURM runs a copy of this file, beside which there is no lib/.
+# SLURM runs a copy of this file, with no lib/ beside it.
 # shellcheck source=runs/lib/help.sh
 if [[ -z ${SLURM_JOB_ID:-} ]]; then source "$(dirname "${BASH_SOURCE[0]}")/../lib/help.sh"; fi
 cd "${SLURM_SUBMIT_DIR:?start this file with sbatch}"

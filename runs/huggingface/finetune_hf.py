@@ -6,7 +6,7 @@
     python runs/huggingface/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` trains on what the assistant says in conversations, `pretrain` on every token of texts. Settings come from TOML
-files, a later one wins, and from flags, which win over files. It needs requirements-hf.txt.
+files (the last one wins) and from flags, which override them. Install requirements-hf.txt first.
 
 Documents are packed: positions restart at 0 in each, and no token sees another document. The loss is the mean over all
 target tokens of a step, those in the loss mask, over all ranks and micro-batches.
@@ -82,9 +82,9 @@ class Config(BaseModel, extra="forbid"):
     clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
     lora_rank: int | None = Field(None, ge=1, description="rank of LoRA adapters; only they are trained")
     attention: str | None = Field(None, description="attention backend; default: torch's varlen on new GPUs, else sdpa")
-    recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
+    recompute: bool = Field(False, description="activation checkpointing: less memory, slower")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
-    keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
+    keep: int = Field(2, ge=1, description="number of newest checkpoints to keep; the best is kept as well")
     wandb: str | None = Field(None, description="name of the run on Weights & Biases")
 
 
@@ -327,7 +327,7 @@ def load_data(config: Config, tokenizer) -> tuple[datasets.Dataset, datasets.Dat
     column = config.column or column
     if column not in rows.column_names:
         raise RunError(f"no column {column} in {rows.column_names}; choose one with --column, each row of it {form}")
-    with explain(f"--val-rows {config.val_rows:,} is too much for {len(rows):,} rows", "lower it"):
+    with explain(f"--val-rows {config.val_rows:,} is too many for {len(rows):,} rows", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
     val_packs = make_packs(config, tokenizer, parts["test"], column)

@@ -40,7 +40,7 @@ def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):
     dataset = script.Dataset.open(path)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         advice = f"pass the --data of that run, or make one with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
-        raise RunError(f"{dataset.root} has another tokenizer than {run_dir}; {advice}")
+        raise RunError(f"{dataset.root} has a different tokenizer from {run_dir}; {advice}")
     return dataset
 
 

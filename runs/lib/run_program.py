@@ -1,4 +1,4 @@
-"""Runs a program that a model wrote, with limits; this is no security boundary, see runs/chat_eval.py."""
+"""Runs a program that a model wrote, with limits; this is not a security boundary, see runs/chat_eval.py."""
 
 import contextlib
 import json
