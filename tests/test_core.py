@@ -373,7 +373,7 @@ def test_mistakes_of_the_command(data, trained, tmp_path):
     (other / "dataset.json").write_bytes(ts.seal(info))
     for flags, words in (
         (("--data", bare), f"python data/core_tasks.py --download --data {bare}"),
-        (("--data", other), "another tokenizer"),
+        (("--data", other), "different tokenizer"),
         (("--step", 99), "step 99"),
     ):
         assert words in stops(score_core.main, trained, *flags)

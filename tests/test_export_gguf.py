@@ -175,7 +175,7 @@ def test_what_is_portable(changed):
 def test_tokens_by_the_rule_of_ollama(tmp_path):
     """It splits the text of every Qwen3 as Qwen2 does, whatever the file says; the pages name a pattern that agrees."""
     pages = ("runs/tutorials/6_portable.md", "runs/portable.args", "runs/README.md")
-    names = {re.search(r"--pattern (\w+)", (ROOT / page).read_text(encoding="utf-8"))[1] for page in pages}
+    names = {re.search(r"--pattern\s+(\w+)", (ROOT / page).read_text(encoding="utf-8"))[1] for page in pages}
     assert len(names) == 1
     run_dir = portable_run(tmp_path, *names)
     own = ts.Tokenizer(run_dir / "tokenizer.json")
