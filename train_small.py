@@ -141,7 +141,7 @@ class Config:
     value_embed_layers: tuple = (1, 2, 8, 10)  # layers with an embedding of each token in v
     shared_input_from: int = 8  # first layer whose attention reads a shared input (record 77); 99: off
     tied: bool = True  # one table for input and output
-    bigram_rows: int = 1638400  # rows of the bigram table (hashed n-gram embeddings); 0: off
+    bigram_rows: int = 409600  # rows of the bigram table (hashed n-gram embeddings); 0: off
     trigram_ratio: float = 10.0  # rows of a table of token triples for each bigram row; 0: off
     x0_injection: bool = False  # input added to the stream in every layer, times a learned factor
     mudd_width: int = 256  # hidden width of mix(), which makes the last layer's input (MUDDFormer); 0: off

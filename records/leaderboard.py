@@ -35,7 +35,8 @@ BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a tar
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
 BESIDE_RIVALS = {"small": "train_small.py", "plain": "train_small.py without tables"}  # in curves.png
-SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"),)  # in tokens.png beside entries
+# In tokens.png beside entries.
+SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"), ("medium", "other_runs/p400_medium.jsonl"))
 
 
 # ==== README.md
