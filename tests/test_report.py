@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import re
+import sys
 
 import engine
 import pytest
@@ -218,6 +220,16 @@ def test_without_the_dataset_prompts_are_fixed(run_dir):
     assert len(found) == 3
     for prompt, text in zip(report.PROMPTS, found, strict=True):
         assert text.startswith(prompt) and len(text) > len(prompt)
+
+
+def test_a_reader_that_has_ended(run_dir, monkeypatch):
+    """As with `| head`: the report is complete."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert command.main([str(run_dir), "--device", "cpu"]) == 1
+    assert len(texts_of(run_dir)) == 3
 
 
 def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):

@@ -319,14 +319,13 @@ def write_report(
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
 
+    said = []
     command = description.get("command")
     if with_samples and command in ("pretrain", "finetune"):
         texts, heading = samples(run_dir, command, device, live)
-        if not texts:
-            print(heading)
+        said = [f"--- sample\n{sample}" for sample in texts] or [heading]
         parts.append(f"{heading}\n")
-        for sample in texts:
-            print(f"--- sample\n{sample}")
-            parts.append(f"````text\n{sample}\n````\n")  # a sample may hold ``` itself
+        parts += [f"````text\n{sample}\n````\n" for sample in texts]  # a sample may hold ``` itself
     (run_dir / "report.md").write_text("\n".join(parts), encoding="utf-8")
-    print(f"--- report: {run_dir}/report.md", flush=True)
+    # Printed last, because whoever reads the output, such as head, may have ended.
+    print("\n".join([*said, f"--- report: {run_dir}/report.md"]), flush=True)
