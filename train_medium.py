@@ -3061,6 +3061,8 @@ class FlagParser(argparse.ArgumentParser):
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             meant = OTHER_NAMES.get(flag) or (near[0] if near else "")
             message = f"unknown flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists all")
+            if flag.endswith(".args"):
+                message = f"unknown flag {flag}; an args file is given as @{flag}"
         if message.startswith("[Errno"):  # FILE of @FILE cannot be read
             message += "; give the path of an args file, e.g. @runs/cpu.args"
         raise UserError(message)

@@ -365,7 +365,7 @@ def test_values_of_flags():
     (["--dta", "x"], ["unknown flag --dta; did you mean --data?"]),
     (["--lr", "0.1"], ["unknown flag --lr; did you mean --muon-lr and --adam-lr?"]),
     (["--batch-size", "8"], ["unknown flag --batch-size; did you mean --stages"]),
-    (["runs/tiny.args"], ["unknown flag runs/tiny.args"]),
+    (["runs/tiny.args"], ["unknown flag runs/tiny.args; an args file is given as @runs/tiny.args"]),
     (["@nothing.args"], ["No such file or directory: 'nothing.args'; give the path", "e.g. @runs/cpu.args"]),
     (["--steps", "many"], ["--steps: 'many' is not a whole number like 1000, 1e6 or 5M"]),
     (["--tokens", "1.5"], ["--tokens: '1.5' is not a whole number"]),
