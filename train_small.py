@@ -2965,7 +2965,10 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
+        try:
+            return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
+        except ValueError as error:
+            raise UserError(f"{line.strip()!r:.200} in an args file cannot be read ({error}); fix it") from None
 
     def error(self, message: str) -> None:
         _, is_unknown, words = message.partition("unrecognized arguments: ")

@@ -82,6 +82,8 @@ ORIGINALS = {
 
 def open_bundle(path: Path, unpacked: Path) -> Path:
     """The folder with core.yaml in a bundle: a folder, or a .zip or tar archive, which goes into `unpacked`."""
+    if not path.exists():
+        fail(f"the bundle {path} does not exist; check the path")
     try:
         if path.is_dir():
             unpacked = path

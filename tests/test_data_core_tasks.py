@@ -189,3 +189,5 @@ def test_damaged_archives(bundle, tmp_path, ending):
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)
         assert "download it again" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))
+    path.unlink()
+    assert "does not exist" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))

@@ -11,6 +11,7 @@ import pytest
 import report as command
 import train_small as ts
 from lib import report
+from lib.command import RunError
 
 from commands import sets, write_run
 from tiny import ROOT, TINY
@@ -168,6 +169,8 @@ def test_a_reference_is_drawn_in_grey(tmp_path):
         assert report.read_reference("@runs/p34.args") == report.read_reference(str(entry)) == [*map(json.loads, file)]
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
+    with pytest.raises(RunError, match="an args file is given as @runs/p34.args"):
+        report.read_reference("runs/p34.args")
 
 
 @pytest.mark.parametrize(("names", "training", "score"), [
@@ -243,5 +246,7 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
 
 
 def test_no_run_directory(tmp_path, capsys):
-    assert command.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; pass the directory of a run")
+    (tmp_path / "report.md").touch()
+    for path in (tmp_path, tmp_path / "report.md"):
+        assert command.main([str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: there is no {path}/config.json; pass the directory of a run")

@@ -393,6 +393,12 @@ def test_command_line_mistakes(argv, words):
     assert [word for word in words if word not in err] == [], err
 
 
+def test_an_open_quote_in_an_args_file(tmp_path):
+    (tmp_path / "mine.args").write_text("--steps 2\n--wandb 'mine\n")
+    message = refused(f"@{tmp_path}/mine.args")
+    assert """"--wandb 'mine" in an args file cannot be read (No closing quotation)""" in message
+
+
 NONSENSE = """
     num-layers=0 width=-64 width=1e12 head-dim=0 mlp-width=-1 vocab-size=0 max-seq-len=0 window-short=-8 window-long=0
     no-attention-layers=-1 long-layers=1.5 long-layers=(1,2) long-layers=1,-1 value-embed-layers=True bigram-rows=-500
