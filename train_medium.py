@@ -3052,7 +3052,10 @@ class FlagParser(argparse.ArgumentParser):
     """Reads flags from files too; a wrong one is one sentence that names the nearest."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
+        try:
+            return shlex.split(line.strip("\ufeff\xef\xbb\xbf"), comments=True)  # a BOM may come first
+        except ValueError as error:
+            raise UserError(f"{line.strip()!r:.200} in an args file cannot be read ({error}); fix it") from None
 
     def error(self, message: str) -> None:
         _, is_unknown, words = message.partition("unrecognized arguments: ")
@@ -3061,6 +3064,8 @@ class FlagParser(argparse.ArgumentParser):
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             meant = OTHER_NAMES.get(flag) or (near[0] if near else "")
             message = f"unknown flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists all")
+            if flag.endswith(".args"):
+                message = f"unknown flag {flag}; an args file is given as @{flag}"
         if message.startswith("[Errno"):  # FILE of @FILE cannot be read
             message += "; give the path of an args file, e.g. @runs/cpu.args"
         raise UserError(message)

@@ -82,6 +82,8 @@ ORIGINALS = {
 
 def open_bundle(path: Path, unpacked: Path) -> Path:
     """The folder with core.yaml in a bundle: a folder, or a .zip or tar archive, which goes into `unpacked`."""
+    if not path.exists():
+        fail(f"the bundle {path} does not exist; check the path")
     try:
         if path.is_dir():
             unpacked = path
@@ -109,20 +111,27 @@ def download(path: Path) -> None:
 
 def read_tasks(bundle: Path) -> list[dict[str, Any]]:
     """The tasks of core.yaml with their random baselines."""
-    table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
-    baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
-    tasks = [
-        {
-            "label": str(task["label"]),
-            "file": f"eval_data/{task['dataset_uri']}",
-            "type": task["icl_task_type"],
-            "shots": int(task["num_fewshot"][0]),
-            "delimiter": str(task.get("continuation_delimiter", " ")),
-            "baseline": baselines[task["label"]],
-        }
-        for task in yaml.safe_load(read_text(bundle, "core.yaml"))["icl_tasks"]
-    ]
+    file = "eval_meta_data.csv"
+    try:
+        table = csv.DictReader(io.StringIO(read_text(bundle, file), newline=""))
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
+        file = "core.yaml"
+        tasks = [
+            {
+                "label": str(task["label"]),
+                "file": f"eval_data/{task['dataset_uri']}",
+                "type": task["icl_task_type"],
+                "shots": int(task["num_fewshot"][0]),
+                "delimiter": str(task.get("continuation_delimiter", " ")),
+                "baseline": baselines.get(str(task["label"])),
+            }
+            for task in yaml.safe_load(read_text(bundle, file))["icl_tasks"]
+        ]
+    except (ValueError, LookupError, TypeError, csv.Error, yaml.YAMLError) as problem:
+        fail(f"{file} of the bundle is damaged ({type(problem).__name__}: {problem}); {HINT}")
     for task in tasks:
+        if task["baseline"] is None:
+            fail(f"eval_meta_data.csv has no row for {task['label']!r}, a task of core.yaml; {HINT}")
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
             fail(f"core.yaml has a bad task name {task['label']!r} or type {task['type']!r}; {HINT}")
     return tasks

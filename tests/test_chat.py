@@ -393,8 +393,9 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
         ((young,), "has no complete checkpoint; wait until the run saves one"),
-        ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "cannot reach localhost:1"),
-        (("--endpoint", ""), "cannot reach /v1"),
+        ((tmp_path,), "0 training scripts"),
+        (("--endpoint", "localhost:8000"), "'localhost:8000' does not begin with http://"),
+        (("--endpoint", ""), "'' does not begin with http://"),
         (("--endpoint", "http://h:abc"), "http://h:abc is not a web address"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),

@@ -50,7 +50,7 @@ def test_a_fault_keeps_its_traceback(capsys):
 
 
 def test_an_interrupted_command(capsys):
-    assert ended(capsys, fails_with(KeyboardInterrupt())) == (130, "", "stopped\n")
+    assert ended(capsys, fails_with(KeyboardInterrupt())) == (130, "", "\nstopped\n")
 
 
 @pytest.mark.parametrize("work", ("print('text', flush=True)", "print('text')", "dict(a=1)", "None"))

@@ -111,6 +111,20 @@ def test_bad_tables_are_named(data, bundle, old, new, part):
     assert part in sentence(lambda: core_tasks.build(bundle, data, 64))
 
 
+@pytest.mark.parametrize(("name", "old", "new", "part"), [
+    ("core.yaml", "num_fewshot: [0]", "num_fewshot: [0", "core.yaml of the bundle is damaged (ParserError"),
+    ("core.yaml", "  dataset_uri: a/copa.jsonl\n", "", "core.yaml of the bundle is damaged (KeyError: 'dataset_uri')"),
+    ("core.yaml", YAML, "", "core.yaml of the bundle is damaged (TypeError"),
+    ("eval_meta_data.csv", "copa,50\n", "", "eval_meta_data.csv has no row for 'copa'"),
+    ("eval_meta_data.csv", "copa,50\n", "copa\n", "eval_meta_data.csv of the bundle is damaged (TypeError"),
+    ("eval_meta_data.csv", "copa,50", "copa,half", "eval_meta_data.csv of the bundle is damaged (ValueError"),
+], ids=("syntax", "key", "empty", "row", "short row", "number"))  # fmt: skip
+def test_damaged_tables_are_named(data, bundle, name, old, new, part):
+    (bundle / name).write_text((bundle / name).read_text().replace(old, new))
+    message = sentence(lambda: core_tasks.build(bundle, data, 64))
+    assert part in message and "download the bundle again" in message
+
+
 CHOICE = ITEMS["copa"][0]
 DAMAGED = {
     "half": (b'{"query": "x", "cho', "JSONDecodeError"),
@@ -175,3 +189,5 @@ def test_damaged_archives(bundle, tmp_path, ending):
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)
         assert "download it again" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))
+    path.unlink()
+    assert "does not exist" in sentence(lambda: core_tasks.open_bundle(path, tmp_path / "damaged"))

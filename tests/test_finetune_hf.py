@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -692,3 +693,12 @@ def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, monk
     assert "has no complete checkpoint; start again without --resume" in resumed
     ran(main, *words)
     assert losses_of(tmp_path / "run") == losses_of(reference)
+
+
+def test_without_its_packages(monkeypatch, capsys):
+    """One sentence that says how to install them."""
+    path = ROOT / "runs/huggingface/finetune_hf.py"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(sys, "argv", [str(path), "sft"])
+    with pytest.raises(SystemExit, match="^error: datasets is not installed; pip install -r runs/huggingface/"):
+        runpy.run_path(str(path), run_name="__main__")

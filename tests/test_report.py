@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
 import re
+import sys
 
 import engine
 import pytest
 import report as command
 import train_small as ts
 from lib import report
+from lib.command import RunError
 
 from commands import sets, write_run
 from tiny import ROOT, TINY
@@ -166,6 +169,8 @@ def test_a_reference_is_drawn_in_grey(tmp_path):
         assert report.read_reference("@runs/p34.args") == report.read_reference(str(entry)) == [*map(json.loads, file)]
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/none.args"]) == 1
+    with pytest.raises(RunError, match="an args file is given as @runs/p34.args"):
+        report.read_reference("runs/p34.args")
 
 
 @pytest.mark.parametrize(("names", "training", "score"), [
@@ -220,6 +225,16 @@ def test_without_the_dataset_prompts_are_fixed(run_dir):
         assert text.startswith(prompt) and len(text) > len(prompt)
 
 
+def test_a_reader_that_has_ended(run_dir, monkeypatch):
+    """As with `| head`: the report is complete."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert command.main([str(run_dir), "--device", "cpu"]) == 1
+    assert len(texts_of(run_dir)) == 3
+
+
 def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
     path = next(run_dir.glob("checkpoints/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
@@ -231,5 +246,7 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(run_dir, capsys):
 
 
 def test_no_run_directory(tmp_path, capsys):
-    assert command.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; pass the directory of a run")
+    (tmp_path / "report.md").touch()
+    for path in (tmp_path, tmp_path / "report.md"):
+        assert command.main([str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: there is no {path}/config.json; pass the directory of a run")

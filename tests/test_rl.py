@@ -310,8 +310,8 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*new, "--muon-lr", "inf"], "--muon-lr is 'inf': input should be a finite number"),
         (rl.main, [*new, "--task", "sums"], "input should be 'addition' or 'gsm8k'"),
         (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "it needs gsm8k*train* and gsm8k*test*"),
-        (rl.main, [*resume, "--steps", 250], "unrecognized arguments: --steps 250"),  # a parser's default, too
-        (rl.main, [source, *resume], f"unrecognized arguments: {source}"),
+        (rl.main, [*resume, "--steps", 250], "arguments: --steps 250; a resumed run"),  # a parser's default, too
+        (rl.main, [source, *resume], f"arguments: {source}; a resumed run keeps its settings, so omit them"),
         (rl.main, ["--resume", "--run-dir", source], "is a run of runs/finetune.py; continue it with"),
         (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so none of its answers would be correct"),
         (rl.main, [], "the following arguments are required: RUN"),

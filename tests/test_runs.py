@@ -365,7 +365,7 @@ def test_values_of_flags():
     (["--dta", "x"], ["unknown flag --dta; did you mean --data?"]),
     (["--lr", "0.1"], ["unknown flag --lr; did you mean --muon-lr and --adam-lr?"]),
     (["--batch-size", "8"], ["unknown flag --batch-size; did you mean --stages"]),
-    (["runs/tiny.args"], ["unknown flag runs/tiny.args"]),
+    (["runs/tiny.args"], ["unknown flag runs/tiny.args; an args file is given as @runs/tiny.args"]),
     (["@nothing.args"], ["No such file or directory: 'nothing.args'; give the path", "e.g. @runs/cpu.args"]),
     (["--steps", "many"], ["--steps: 'many' is not a whole number like 1000, 1e6 or 5M"]),
     (["--tokens", "1.5"], ["--tokens: '1.5' is not a whole number"]),
@@ -391,6 +391,12 @@ def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
     assert [word for word in words if word not in err] == [], err
+
+
+def test_an_open_quote_in_an_args_file(tmp_path):
+    (tmp_path / "mine.args").write_text("--steps 2\n--wandb 'mine\n")
+    message = refused(f"@{tmp_path}/mine.args")
+    assert """"--wandb 'mine" in an args file cannot be read (No closing quotation)""" in message
 
 
 NONSENSE = """

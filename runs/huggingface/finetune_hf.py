@@ -18,6 +18,7 @@ line on stdout is one JSON object with the result.
 
 import argparse
 import contextlib
+import importlib.util
 import inspect
 import json
 import math
@@ -103,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     build_parser().parse_intermixed_args(sys.argv[1:] or ["--help"])  # it and wrong flags need not wait for PyTorch
+    if not importlib.util.find_spec("datasets"):
+        sys.exit("error: datasets is not installed; pip install -r runs/huggingface/requirements-hf.txt")
 
 import datasets
 import numpy as np

@@ -66,7 +66,7 @@ def run_command(work: Callable[[], dict | None]) -> int:
             say(json.dumps(result))
         sys.stdout.flush()
     except KeyboardInterrupt:
-        message = "stopped"
+        message = "\nstopped"  # after what the command or the terminal has begun to print
         code = 130
     except BrokenPipeError:
         # The reader of the output, such as head, has ended. What Python still writes at its end is discarded.
@@ -116,7 +116,11 @@ def read_flags(argv: list[str] | None, doc: str, add_new: Callable) -> argparse.
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
     if not resume:
         add_new(parser)
-    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, run_dir=None))
+    args, unknown = parser.parse_known_args(flags, argparse.Namespace(flags=flags, resume=resume, run_dir=None))
+    if unknown:
+        hint = "; a resumed run keeps its settings, so omit them" if resume else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return args
 
 
 def check_settings(model: type, values: dict):

@@ -10,6 +10,8 @@ from lib.command import RunError
 def client_options(url: str) -> dict:
     """Options of openai.OpenAI for a server; the address may end with /v1. Raises: RunError"""
     base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise RunError(f"{url!r} does not begin with http:// or https://; try http://127.0.0.1:8000")
     try:
         urlsplit(base).port  # noqa: B018  (a ValueError if it is not a number)
     except ValueError as error:

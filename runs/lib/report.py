@@ -75,6 +75,8 @@ def read_reference(name: str) -> list[dict]:
         if not entries:
             raise RunError(f"no entry in baselines/ used {name}; records/CURVES.md lists the recipes that have one")
         folder = max(entries)  # names begin with the day
+    elif folder.suffix == ".args":
+        raise RunError(f"{name} is not a run; an args file is given as @{name}")
     logs = sorted(folder.glob("log_*.jsonl.gz"))
     if not logs:
         return read_log(folder)
@@ -291,7 +293,7 @@ def write_report(
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         entries = read_log(run_dir)
         references = {against: read_reference(against)} if against else {}
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RunError(f"there is no {error.filename}; pass the directory of a run that has started") from None
     logs = itertools.chain(entries, *references.values())
     scored = {str(entry["scored"]) for entry in logs if "scored" in entry}
@@ -319,14 +321,13 @@ def write_report(
         answers = [entry for entry in entries if "answers" in entry]
         parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
 
+    said = []
     command = description.get("command")
     if with_samples and command in ("pretrain", "finetune"):
         texts, heading = samples(run_dir, command, device, live)
-        if not texts:
-            print(heading)
+        said = [f"--- sample\n{sample}" for sample in texts] or [heading]
         parts.append(f"{heading}\n")
-        for sample in texts:
-            print(f"--- sample\n{sample}")
-            parts.append(f"````text\n{sample}\n````\n")  # a sample may hold ``` itself
+        parts += [f"````text\n{sample}\n````\n" for sample in texts]  # a sample may hold ``` itself
     (run_dir / "report.md").write_text("\n".join(parts), encoding="utf-8")
-    print(f"--- report: {run_dir}/report.md", flush=True)
+    # Printed last, because whoever reads the output, such as head, may have ended.
+    print("\n".join([*said, f"--- report: {run_dir}/report.md"]), flush=True)
