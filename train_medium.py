@@ -88,7 +88,7 @@ SOURCE = Path(__file__).read_bytes()
 
 # For torch's compiler and Triton. With the first a warm start skips the tracing of gradients; that cache sees what an
 # autograd.Function does, but not what register_autograd() is given, so kernels here use the former. What is compiled
-# stays with the project, as containers and others lose /tmp and the home.
+# is kept below the current folder, as containers and others lose /tmp and the home.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
@@ -593,7 +593,7 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; no update depends on it
+    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; see LOSS_SCALE
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
@@ -956,7 +956,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """All initial weights. Zero projections let each block start as the identity."""
+        """All initial weights. MLPs return 0 at first, attention only where init_o is 0."""
         c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
@@ -1233,7 +1233,7 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
 # fit. A document that is longer than max_seq_len, or than what is left of the pack, is continued as a new
-# segment after a BOS of its own, so no text is thrown away.
+# segment after a BOS of its own: no text is lost, and the token at the cut is a target twice.
 #
 #     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c is continued
 #     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
@@ -1399,7 +1399,7 @@ POLAR_EXPRESS = (
 
 
 def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Matrices (N, R, C) with the same singular vectors, and singular values of about 1."""
+    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
@@ -2358,7 +2358,7 @@ def compiler_choices():
     return Choices()
 
 
-# fp16 has no room for small gradients. No update depends on their size, so none scales back.
+# fp16 has no room for small gradients. None is scaled back: updates are relative, but for epsilons.
 LOSS_SCALE = 2.0**12
 
 
@@ -4338,8 +4338,8 @@ def norm_rotate_grad_kernel(
         more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
-        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what is above that
-        # becomes 57344) and fall below by 21.
+        # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what is above that
+        # becomes 57344) and fall below by 23.
         scale = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
         tl.store(g_scale, scale, mask=tl.program_id(0) == 0)
         inverse_scale = 1.0 / scale

@@ -69,7 +69,7 @@ SOURCE = Path(__file__).read_bytes()
 
 # For torch's compiler and Triton. With the first a warm start skips the tracing of gradients; that cache sees what an
 # autograd.Function does, but not what register_autograd() is given, so kernels here use the former. What is compiled
-# stays with the project, as containers and others lose /tmp and the home.
+# is kept below the current folder, as containers and others lose /tmp and the home.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
@@ -135,7 +135,7 @@ class Config:
     max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 128  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
-    no_attention_layers: tuple = (4, 6, 9)  # layers with an MLP only (record 17: layer 6)
+    no_attention_layers: tuple = (4, 6, 9)  # layers with an MLP only (record 17: layer 7)
     long_layers: tuple = (3, 10)  # layers with the long window
     key_offset_layers: tuple = (3, 10)  # layers where half of each key is the previous token's
     value_embed_layers: tuple = (1, 2, 8, 10)  # layers with an embedding of each token in v
@@ -175,7 +175,7 @@ class Config:
     val_tokens: int = 10_485_760  # tokens of validation text to score
     # -- stages
     stages: tuple = ()  # fraction, packs and lr_mult of each, e.g. (0.5,8,1.0),(0.5,16,1.4); none: stage_rule
-    min_packs: int = 8  # packs in the first stage of stage_rule; 4 learns more on up to 4 GPUs
+    min_packs: int = 8  # packs in the first stage of stage_rule; the number of GPUs must divide it
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023  # learning rate of matrices
     adam_lr: float = 0.006  # learning rate of everything else
@@ -261,7 +261,7 @@ def stage_rule(config: Config) -> tuple:
     """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
 
     A batch of B tokens is used until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
-    262,144 until 772 M. Rates grow with the square root of the batch (arXiv 2205.10287).
+    262,144 until 772 M. Rates alone grow, with the square root of the batch (cf. arXiv 2205.10287).
     """
     rows = []
     seen = 0.0
@@ -506,7 +506,7 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; no update depends on it
+    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; see LOSS_SCALE
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
@@ -869,7 +869,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """All initial weights. Zero projections let each block start as the identity."""
+        """All initial weights. MLPs return 0 at first, attention only where init_o is 0."""
         c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
@@ -1146,7 +1146,7 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
 # fit. A document that is longer than max_seq_len, or than what is left of the pack, is continued as a new
-# segment after a BOS of its own, so no text is thrown away.
+# segment after a BOS of its own: no text is lost, and the token at the cut is a target twice.
 #
 #     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c is continued
 #     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
@@ -1312,7 +1312,7 @@ POLAR_EXPRESS = (
 
 
 def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Matrices (N, R, C) with the same singular vectors, and singular values of about 1."""
+    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
@@ -2271,7 +2271,7 @@ def compiler_choices():
     return Choices()
 
 
-# fp16 has no room for small gradients. No update depends on their size, so none scales back.
+# fp16 has no room for small gradients. None is scaled back: updates are relative, but for epsilons.
 LOSS_SCALE = 2.0**12
 
 
@@ -4251,8 +4251,8 @@ def norm_rotate_grad_kernel(
         more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
-        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what is above that
-        # becomes 57344) and fall below by 21.
+        # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what is above that
+        # becomes 57344) and fall below by 23.
         scale = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
         tl.store(g_scale, scale, mask=tl.program_id(0) == 0)
         inverse_scale = 1.0 / scale
