@@ -201,7 +201,7 @@ class Config:
     table_decay: float = 0.015  # maximum weight decay of value and n-gram embeddings
     muon_beta2: float = 0.9  # decay of NorMuon's second moment
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, steps of warm-up (<= 1/3 of all) and cool-down
     cooldown: float = 0.65  # fraction of the run over which learning rates fall; nanochat
     lr_floor: float = 0.1  # learning rates at the end, as a fraction of the base rates
     average: float = 0.0  # last fraction of the run, over which weights are averaged (PR 360)
@@ -947,7 +947,7 @@ class GPT(nn.Module):
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
-        self.attention: Callable | None = None
+        self.attention: Callable | None = None  # a backend of section 11, set by build_state()
 
     @property
     def head(self) -> Tensor:
@@ -1014,12 +1014,12 @@ class GPT(nn.Module):
         attention = {"qkv": qkv.unbind(0), "o": o.unbind(0)}
         mlp = {"up": up.unbind(0), "down": down.unbind(0)}
         if "qkv" in products8:
-            attention["qkv8"] = to_weights8(qkv)
+            attention["qkv8"] = weights_to_fp8(qkv)
         if "o" in products8:
-            attention["o8"] = to_weights8(o)
+            attention["o8"] = weights_to_fp8(o)
         if "MLP" in products8:
-            mlp["up8"] = to_weights8(up)
-            mlp["down8"] = to_weights8(down)
+            mlp["up8"] = weights_to_fp8(up)
+            mlp["down8"] = weights_to_fp8(down)
 
         weights = []
         for layer in range(c.num_layers):
@@ -1049,13 +1049,13 @@ class GPT(nn.Module):
         x = inputs.x0
         for layer, w in enumerate(weights):
             # Before the last layer, each token mixes input and stream (see mix).
-            mixed = None
+            to_values = None
             if c.mudd_width and layer == c.num_layers - 1:
-                mixed, more = self.mix(x, inputs.x0)
-                x = x + more
+                to_values, to_stream = self.mix(x, inputs.x0)
+                x = x + to_stream
             if layer == c.shared_input_from:
                 inputs = inputs._replace(shared=norm(x))
-            arguments = (x, mixed, layer, w, inputs, attend)
+            arguments = (x, to_values, layer, w, inputs, attend)
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
                 x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
@@ -1063,16 +1063,16 @@ class GPT(nn.Module):
                 x = self.block(*arguments)
         return norm(x)
 
-    def block(self, x, mixed, layer: int, w: LayerWeights, inputs: Inputs, attend) -> Tensor:
+    def block(self, x, to_values, layer: int, w: LayerWeights, inputs: Inputs, attend) -> Tensor:
         """One layer: attention and MLP, each added to the residual stream x (T, D).
 
-        mixed (T, D) or None is added to the values of attention; attend as for the trunk.
+        to_values (T, D) or None is added to the values of attention; attend as for the trunk.
         """
         c = self.config
         scalar = inputs.scalar
         if layer not in c.no_attention_layers:
             attention_input = norm(x) if inputs.shared is None else inputs.shared
-            y = self.attend_layer(attention_input, mixed, layer, w, inputs, attend)
+            y = self.attend_layer(attention_input, to_values, layer, w, inputs, attend)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -1085,7 +1085,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, normed_TD, mixed_TD, layer, w: LayerWeights, inputs, attend) -> Tensor:
+    def attend_layer(self, normed_TD, to_values, layer, w: LayerWeights, inputs, attend) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -1094,8 +1094,8 @@ class GPT(nn.Module):
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(normed_TD, self.value_gate[e])
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
-        if mixed_TD is not None:
-            v = v + mixed_TD.view_as(v)
+        if to_values is not None:
+            v = v + to_values.view_as(v)
         y = attend(layer, q, k, v)
         if layer in c.exclusive_layers:
             y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
@@ -1134,11 +1134,11 @@ class GPT(nn.Module):
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
         t = tokens_T.long()
-        p, q = previous_2T.long()
-        pair_T = (36313 * t) ^ (27191 * p)
-        ngrams = [(pair_T, t ^ p, self.config.bigram_rows)]
+        t1, t2 = previous_2T.long()  # one and two tokens before t
+        pair_T = (36313 * t) ^ (27191 * t1)
+        ngrams = [(pair_T, t ^ t1, self.config.bigram_rows)]
         if self.config.trigram_rows:
-            ngrams.append((pair_T ^ (51787 * q), t ^ (3 * p) ^ (7 * q), self.config.trigram_rows))
+            ngrams.append((pair_T ^ (51787 * t2), t ^ (3 * t1) ^ (7 * t2), self.config.trigram_rows))
 
         # The last row is that of a document's first tokens: nothing may leak from the one before.
         hashes = []
@@ -1173,7 +1173,7 @@ class GPT(nn.Module):
         """
         c = self.config
         first_T11 = (positions_T == 0)[:, None, None]
-        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
+        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)  # see section 11
         if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
             paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
@@ -1420,7 +1420,7 @@ def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
     """master -= lr * (factor * update + decay * master); decay only where the update shrinks it too.
 
-    Args: master fp32, update (N, R, C); factor of each neuron fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+    Args: master fp32, update (N, R, C); positive factor fp32 (N, R, 1) or (N, 1, C); lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
     """
     update = update.float() * factor
@@ -1474,8 +1474,8 @@ def normuon_update(
     blended = blend(*flat, dtype, momentum=momentum)
     update = polar_express(blended.view(master.shape))
 
-    # The update of every neuron (a row of a tall matrix, a column of a wide one) is divided by the root
-    # of its second moment. Then the update of each matrix gets back the norm that it had.
+    # Each row of a tall update, or column of a wide one, is divided by the root of its second moment.
+    # Then the update of each matrix gets back the norm that it had.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
     second_moment.lerp_(squares / update.size(axis), 1 - beta2)
@@ -1547,7 +1547,7 @@ class Optimizer:
         return Slot(name, param, policy, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float) -> None:
+    def step(self, lr_multiplier: float, momentum: float) -> None:
         """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
 
@@ -1560,7 +1560,7 @@ class Optimizer:
         gathers = []
         for gradient in gradients:
             gradient.wait()
-            own = self.update(gradient, lr_factor, momentum)
+            own = self.update(gradient, lr_multiplier, momentum)
             if gradient.slot.sharded:
                 gathers.append(self.start_gather(gradient.slot, own))
 
@@ -1586,15 +1586,15 @@ class Optimizer:
         # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
-    def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
+    def update(self, gradient: Pending, lr_multiplier: float, momentum: float) -> Tensor | None:
         """Updates master and moments by the slot's policy; returns the own_param() that it wrote."""
         slot = gradient.slot
         policy = slot.policy
         slot.updates += 1
         own = self.own_param(slot)
         rate = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
-        lr = rate * policy.lr_mult * lr_factor
-        decay = policy.weight_decay * lr_factor
+        lr = rate * policy.lr_mult * lr_multiplier
+        decay = policy.weight_decay * lr_multiplier
         if policy.optimizer == "normuon":
             self.update_normuon(gradient, own, momentum, lr, decay)
         elif policy.optimizer == "rmsprop":
@@ -1723,7 +1723,7 @@ class Optimizer:
             "momentum": torch.zeros(N, R, C, device=device),
             "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
         }
-        # sqrt(rows / columns): each neuron of a tall matrix moves as far as one of a square matrix.
+        # sqrt(rows / columns): each row of a tall matrix moves as far as one of a square matrix.
         mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
         mult[1::2] *= slot.policy.odd_mult
         slot.mult = self.own_rows(slot, mult)
@@ -1956,7 +1956,7 @@ def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ran
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
-    """This rank's part in whole micro-batches, filled up with packs whose targets are ignored."""
+    """This rank's micro-batches of a batch that every rank holds, filled up with ignored packs."""
     count = len(batch.tokens)
     group = ranks.world * micro_packs
     share = math.ceil(count / group) * micro_packs
@@ -2018,7 +2018,7 @@ class Pretraining:
         for index, stage in enumerate(config.stage_table):
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
             require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
-            steps = first_step(config, index + 1) - first_step(config, index)
+            steps = stage_start(config, index + 1) - stage_start(config, index)
             needed += steps * stage.packs * config.pack_tokens
         found = f"{config.data} holds {self.available:,} training tokens in {config.max_epochs} epoch(s)"
         fewer = "--tokens" if config.num_steps > 1 else "--min-packs or --stages"
@@ -2061,7 +2061,7 @@ class Pretraining:
         return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
 
 
-def first_step(config: Config, index: int) -> int:
+def stage_start(config: Config, index: int) -> int:
     """The step with which a stage begins; of the one behind the last, the number of steps."""
     # A binary search, as somebody may ask for a billion steps.
     return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
@@ -2203,7 +2203,7 @@ def log_steps(run: Run) -> None:
         "tokens": progress.tokens,
         "loss": loss,
         "bpb": loss / math.log(2) / run.job.bytes_per_token,
-        "lr": lr_multiplier(config, state.step - 1),
+        "lr": lr_multiplier(config, state.step - 1),  # without the base rates
         "step_ms": seconds / len(run.losses) * 1e3,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
@@ -2526,7 +2526,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, by the makers' data sheets; also for fp8.
 PEAK_TFLOPS = {
     "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
     "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
@@ -3341,15 +3341,15 @@ OPS = f"decoderstack{copies}"
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
+# linear_cross_entropy > LinearCE (autograd) > linear_ce (chunks) > softcap_ce (kernel) or _ref
 # With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width, s = z / a and
-# lse = log sum_j exp z_j: row t has N terms, targets[k, t] with weight w_k. Those with a negative
-# target are left out. S is the sum of the token's w_k.
+# lse = log sum_j exp z_j: row t has N terms, targets[k, t] >= 0 with weight w_k, and S = sum_k w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
+def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
     """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
 
     Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,);
@@ -3474,7 +3474,7 @@ def softcap_ce_kernel(
 
 
 def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=True, out=None):
-    """As softcap_ce_cpu in a read and a write; the gradient replaces the logits or fills `out`."""
+    """As softcap_ce_ref in a read and a write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
     terms = len(term_weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
@@ -3594,7 +3594,7 @@ class Weight8(NamedTuple):
 
 
 @torch.no_grad()
-def to_weights8(bank: Tensor) -> list[Weight8]:
+def weights_to_fp8(bank: Tensor) -> list[Weight8]:
     """The matrices of a bank (B, N, K) in fp8, all layers at once in few kernels."""
     row_norms = largest_row_norm(bank)
     matrices = cast8(bank, (E4M3_MAX / row_norms)[:, None, None])
@@ -3678,7 +3678,7 @@ def linear_ce(
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
         else:
-            losses[own], nats[own], g = softcap_ce_cpu(logits, *arguments)
+            losses[own], nats[own], g = softcap_ce_ref(logits, *arguments)
         if not grad:
             continue
 
@@ -4320,12 +4320,12 @@ def norm_rotate_grad_kernel(
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, over g_scale.
+    """Gradients before norm and rotation: without `out` their `largest`, of a sample; then with `out` all.
 
-    A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
-    With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
-    the part of the gradient along y. Without out, `largest` grows to the largest of these numbers and of the
-    first channel of dv; from that the other call computes g_scale.
+    A program computes BR rows, heads of every `every`-th token, from what linear_rotate returned and
+    dq, dk, dv (T, H, K). out e5m2 (N, 3, H, K) is divided by g_scale, which comes from `largest`.
+    With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes
+    away the part of the gradient along y. Of dv the sample has the first channel of all tokens.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     head = row % H
@@ -4335,7 +4335,7 @@ def norm_rotate_grad_kernel(
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
         inverse_scale = 1.0
-        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
+        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # every <= 64
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
         # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what is above that
