@@ -138,7 +138,7 @@ class Stage:
 
     fraction: float  # of the run's steps
     packs: int  # packs in a step, over all ranks and micro-batches
-    lr_mult: float  # about sqrt(batch / batch of the first stage)
+    lr_mult: float  # for lr_multiplier(): about sqrt(batch / batch of the first stage)
 
 
 @dataclass(frozen=True)
@@ -346,13 +346,13 @@ def decay_rule(most: float, lr: float, steps: int, total: float) -> float:
 
 
 @dataclass(frozen=True)
-class Policy:
+class UpdateRule:
     """How one parameter is updated: a row of the parameter table."""
 
     optimizer: str  # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest
-    lr_mult: float  # times Config.muon_lr or Config.adam_lr
+    lr_mult: float  # times Config.muon_lr or Config.adam_lr, times lr_multiplier()
     betas: tuple = ()  # two for Adam, one for RMSProp
-    # Cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p.
+    # Cautious, and tied to the schedule: p -= lr * weight_decay * lr_multiplier() * p.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
@@ -360,36 +360,36 @@ class Policy:
     average: float = 0.0  # fraction of the average in the final weights
 
 
-def parameter_table(config: Config) -> dict[str, Policy]:
-    """All optimizer policy on one screen. The order is the order of communication.
+def parameter_table(config: Config) -> dict[str, UpdateRule]:
+    """The rule of each parameter, on one screen, in the order of communication.
 
     Betas and multipliers follow modded-nanogpt (record 89), or nanochat where that has no such
     parameter. An orthogonal step needs no factor for the width; tables and head use nanochat's, the
-    root of 768 / width. One table for input and output has the head's policy.
+    root of 768 / width. One table for input and output has the head's rule.
     """
     c = config
     narrow = (768 / c.width) ** 0.5
     matrices = decay_rule(c.muon_decay, c.muon_lr, c.num_steps, 9.4)
     tables = decay_rule(c.table_decay, c.adam_lr * 60 * narrow, c.num_steps, 8.0)
-    head = Policy("adam", 1.00 * narrow, (0.50, 0.95), 0.0060, average=0.65)
+    head = UpdateRule("adam", 1.00 * narrow, (0.50, 0.95), 0.0060, average=0.65)
     return {
-        # name                     optimizer  lr_mult           betas         weight_decay  rows
-        "qk_bank":          Policy("normuon",   1.00,           (),           matrices, c.width, average=0.55),
-        "vo_bank":          Policy("normuon",   1.00,           (),           matrices, average=0.35),
-        "mlp_bank":         Policy("normuon",   1.00,           (),           matrices, average=0.35),
-        "gate_bank":        Policy("normuon",   1.00,           (),           matrices, average=0.35),
-        "scalars":          Policy("adam",      1.00,           (0.90, 0.99)),
-        "value_gate":       Policy("adam",      1.00,           (0.90, 0.99)),
-        "output_gate":      Policy("adam",      1.00,           (0.90, 0.99)),
-        "exclusion":        Policy("adam",      1.00,           (0.90, 0.99)),
-        "mix_in":           Policy("adam",      0.25 * narrow,  (0.90, 0.99)),
-        "mix_out":          Policy("adam",      0.025,          (0.90, 0.99)),
-        "unembed":          head,
-        "bigram_embed":     Policy("rmsprop",  60.00 * narrow,  (0.95,),      tables, sparse=True),
-        "trigram_embed":    Policy("rmsprop",  60.00 * narrow,  (0.95,),      tables, sparse=True),
-        "trigram_proj":     Policy("adam",      1.00,           (0.90, 0.99)),
-        "value_embed":      Policy("rmsprop",  60.00 * narrow,  (0.95,),      tables, average=1.0),
-        "embed":   head if c.tied else Policy("adam", 15.00 * narrow, (0.80, 0.95), 0.0010),
+        # name                       optimizer  lr_mult           betas         weight_decay  rows
+        "qk_bank":        UpdateRule("normuon",   1.00,           (),           matrices, c.width, average=0.55),
+        "vo_bank":        UpdateRule("normuon",   1.00,           (),           matrices, average=0.35),
+        "mlp_bank":       UpdateRule("normuon",   1.00,           (),           matrices, average=0.35),
+        "gate_bank":      UpdateRule("normuon",   1.00,           (),           matrices, average=0.35),
+        "scalars":        UpdateRule("adam",      1.00,           (0.90, 0.99)),
+        "value_gate":     UpdateRule("adam",      1.00,           (0.90, 0.99)),
+        "output_gate":    UpdateRule("adam",      1.00,           (0.90, 0.99)),
+        "exclusion":      UpdateRule("adam",      1.00,           (0.90, 0.99)),
+        "mix_in":         UpdateRule("adam",      0.25 * narrow,  (0.90, 0.99)),
+        "mix_out":        UpdateRule("adam",      0.025,          (0.90, 0.99)),
+        "unembed":        head,
+        "bigram_embed":   UpdateRule("rmsprop",  60.00 * narrow,  (0.95,),      tables, sparse=True),
+        "trigram_embed":  UpdateRule("rmsprop",  60.00 * narrow,  (0.95,),      tables, sparse=True),
+        "trigram_proj":   UpdateRule("adam",      1.00,           (0.90, 0.99)),
+        "value_embed":    UpdateRule("rmsprop",  60.00 * narrow,  (0.95,),      tables, average=1.0),
+        "embed":          head if c.tied else UpdateRule("adam", 15.00 * narrow, (0.80, 0.95), 0.0010),
     }  # fmt: skip
 
 
@@ -1492,7 +1492,7 @@ class Slot:
 
     name: str
     param: Tensor
-    policy: Policy
+    rule: UpdateRule
     shape: tuple  # the parameter as (N, R, C) or (N, ...), of which ranks own slices along N
     sharded: bool
     per_rank: int  # length of a slice; the last ranks' slices may end in padding
@@ -1520,13 +1520,13 @@ class Pending(NamedTuple):
 
 
 class Optimizer:
-    """NorMuon, RMSProp and Adam, as the Policy of each parameter says."""
+    """NorMuon, RMSProp and Adam, as the UpdateRule of each parameter says."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, UpdateRule]):
         self.config = config
         self.ranks = ranks
         params = dict(model.named_parameters())
-        assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
+        assert set(params) <= set(table), f"parameters without a rule: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
 
         on_gpu = ranks.device.type == "cuda"
@@ -1534,17 +1534,17 @@ class Optimizer:
         self.compiled = on_gpu and config.compile
         self.reset()
 
-    def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
+    def make_slot(self, name: str, param: Tensor, rule: UpdateRule) -> Slot:
         shape = tuple(param.shape)
-        if policy.optimizer == "normuon":
-            R = policy.rows or param.size(-2)
+        if rule.optimizer == "normuon":
+            R = rule.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
         # Small parameters are not worth sharding. A step touches few rows of a sparse table, so
         # every rank updates all of it.
-        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
+        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not rule.sparse
         per_rank = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
-        return Slot(name, param, policy, shape, sharded, per_rank)
+        return Slot(name, param, rule, shape, sharded, per_rank)
 
     @torch.no_grad()
     def step(self, lr_multiplier: float, momentum: float) -> None:
@@ -1587,18 +1587,18 @@ class Optimizer:
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
     def update(self, gradient: Pending, lr_multiplier: float, momentum: float) -> Tensor | None:
-        """Updates master and moments by the slot's policy; returns the own_param() that it wrote."""
+        """Updates master and moments by the slot's rule; returns the own_param() that it wrote."""
         slot = gradient.slot
-        policy = slot.policy
+        rule = slot.rule
         slot.updates += 1
         own = self.own_param(slot)
-        rate = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
-        lr = rate * policy.lr_mult * lr_multiplier
-        decay = policy.weight_decay * lr_multiplier
-        if policy.optimizer == "normuon":
+        rate = self.config.muon_lr if rule.optimizer == "normuon" else self.config.adam_lr
+        lr = rate * rule.lr_mult * lr_multiplier
+        decay = rule.weight_decay * lr_multiplier
+        if rule.optimizer == "normuon":
             self.update_normuon(gradient, own, momentum, lr, decay)
-        elif policy.optimizer == "rmsprop":
-            (beta2,) = policy.betas
+        elif rule.optimizer == "rmsprop":
+            (beta2,) = rule.betas
             update_rows(
                 slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index,
                 lr=lr, beta2=beta2, correction=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
@@ -1620,7 +1620,7 @@ class Optimizer:
 
     def update_adam(self, gradient: Pending, own: Tensor | None, lr: float, decay: float) -> None:
         slot = gradient.slot
-        beta1, beta2 = slot.policy.betas
+        beta1, beta2 = slot.rule.betas
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
         # Scalars, which are their own master, are not worth compiling.
         function = compile_once(adam_update) if self.compiled and own is not None else adam_update
@@ -1699,21 +1699,21 @@ class Optimizer:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
             # fp32 needs no copy, nor do sparse tables in bf16, which are rounded stochastically.
-            precise = (torch.float32, torch.bfloat16) if slot.policy.sparse else (torch.float32,)
+            precise = (torch.float32, torch.bfloat16) if slot.rule.sparse else (torch.float32,)
             slot.aliased = weights.dtype in precise and not slot.sharded
             if slot.aliased:
                 slot.master = weights
             else:
                 slot.master = slot.moments = None  # old and new may not fit together
                 slot.master = self.own_rows(slot, weights).float()
-            if slot.policy.optimizer == "normuon":
+            if slot.rule.optimizer == "normuon":
                 self.reset_normuon(slot)
-            elif slot.policy.optimizer == "rmsprop":
+            elif slot.rule.optimizer == "rmsprop":
                 slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0], dtype=torch.float32)}
             else:
                 names = ("exp_avg", "exp_avg_sq")
                 slot.moments = {name: torch.zeros_like(slot.master) for name in names}
-            if self.config.average > 0 and slot.policy.average:
+            if self.config.average > 0 and slot.rule.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
     def reset_normuon(self, slot: Slot) -> None:
@@ -1725,7 +1725,7 @@ class Optimizer:
         }
         # sqrt(rows / columns): each row of a tall matrix moves as far as one of a square matrix.
         mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
-        mult[1::2] *= slot.policy.odd_mult
+        mult[1::2] *= slot.rule.odd_mult
         slot.mult = self.own_rows(slot, mult)
         # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
         slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
@@ -1788,7 +1788,7 @@ def is_sampled(config: Config, step: int) -> bool:
 
 def slot_norms(slot: Slot) -> Tensor:
     """Norms of the matrices of NorMuon, fp32 (N, 1, 1); of another slot that of the whole, 0-D."""
-    if slot.policy.optimizer == "normuon":
+    if slot.rule.optimizer == "normuon":
         return torch.linalg.vector_norm(slot.master, dim=(-2, -1), keepdim=True)
     square = torch.linalg.vector_norm(slot.master).square()
     if slot.sharded:
@@ -1819,7 +1819,7 @@ def blend_average(state: TrainState) -> None:
             continue
         # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
         before = slot_norms(slot)
-        slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
+        slot.master.lerp_(slot.moments.pop("average"), slot.rule.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
         slot.param.copy_(state.optimizer.gather(slot, slot.master).view(slot.param.shape))
 
