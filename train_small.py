@@ -108,7 +108,7 @@ def require(condition, sentence: str) -> None:
 
 # <<< shared: imports
 # ===============================================================================
-# 1. CONFIG -- every recipe number with its unit or reason
+# 1. CONFIG -- every recipe number with its unit or reason; files like runs/p34.args change some
 # Change a field here, or try something out with its flag, as --muon-lr 0.03 (which voids record status);
 # the comment of a field is the help of its flag. "Record N" is an entry of modded-nanogpt's leaderboard.
 # dev/LOG.md has measured what each choice is worth.
@@ -822,7 +822,7 @@ class GPT(nn.Module):
         def weight(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.embed = weight(V, D)
+        self.embed = weight(V, D)  # if tied also the output matrix
         if not c.tied:
             self.unembed = weight(V, D)
         self.qk_bank = weight(A, 2 * D, D)
@@ -3254,7 +3254,7 @@ OPS = f"decoderstack{copies}"
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
-# linear_cross_entropy > LinearCE (autograd) > linear_ce (chunks) > softcap_ce (kernel) or _ref
+# linear_cross_entropy > LinearCE (autograd) > linear_ce (by chunks) > softcap_ce or softcap_ce_ref
 # With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width, s = z / a and
 # lse = log sum_j exp z_j: row t has N terms, targets[k, t] >= 0 with weight w_k, and S = sum_k w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
@@ -3434,7 +3434,7 @@ transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size
 # An fp8 tensor stands for matrix * scale: x8 for x8 * x_scale, fp32 0-D or a number. Weights and
 # activations are e4m3, gradients e5m2, sums fp32. Scales come from norms of rows, which bound what
 # is cast: nothing of size (T, F) is searched for its maximum, and nothing is carried from step to
-# step. A bound may be far off, as e4m3 has 18 binades and e5m2 32.
+# step. A bound may be far off: e4m3 has 18 binades, e5m2 32. to_fp8 finds a scale, cast8 uses it.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
