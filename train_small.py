@@ -69,7 +69,7 @@ SOURCE = Path(__file__).read_bytes()
 
 # For torch's compiler and Triton. With the first a warm start skips the tracing of gradients; that cache sees what an
 # autograd.Function does, but not what register_autograd() is given, so kernels here use the former. What is compiled
-# stays with the project, as containers and others lose /tmp and the home.
+# is kept below the current folder, as containers and others lose /tmp and the home.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/cache/inductor"))
 os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath("out/cache/triton"))
@@ -108,7 +108,7 @@ def require(condition, sentence: str) -> None:
 
 # <<< shared: imports
 # ===============================================================================
-# 1. CONFIG -- every recipe number with its unit or reason
+# 1. CONFIG -- every recipe number with its unit or reason; files like runs/p34.args change some
 # Change a field here, or try something out with its flag, as --muon-lr 0.03 (which voids record status);
 # the comment of a field is the help of its flag. "Record N" is an entry of modded-nanogpt's leaderboard.
 # dev/LOG.md has measured what each choice is worth.
@@ -120,7 +120,7 @@ class Stage:
 
     fraction: float  # of the run's steps
     packs: int  # packs in a step, over all ranks and micro-batches
-    lr_mult: float  # about sqrt(tokens in a step / 65,536)
+    lr_mult: float  # for lr_multiplier(): about sqrt(tokens in a step / 65,536)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Config:
     max_seq_len: int = 2048  # longest document in tokens; the rest starts a new document
     window_short: int = 128  # how many tokens back a query sees in most layers
     window_long: int = 2048  # how many tokens back a query sees in long_layers
-    no_attention_layers: tuple = (4, 6, 9)  # layers with an MLP only (record 17: layer 6)
+    no_attention_layers: tuple = (4, 6, 9)  # layers with an MLP only (record 17: layer 7)
     long_layers: tuple = (3, 10)  # layers with the long window
     key_offset_layers: tuple = (3, 10)  # layers where half of each key is the previous token's
     value_embed_layers: tuple = (1, 2, 8, 10)  # layers with an embedding of each token in v
@@ -175,13 +175,13 @@ class Config:
     val_tokens: int = 10_485_760  # tokens of validation text to score
     # -- stages
     stages: tuple = ()  # fraction, packs and lr_mult of each, e.g. (0.5,8,1.0),(0.5,16,1.4); none: stage_rule
-    min_packs: int = 8  # packs in the first stage of stage_rule; 4 learns more on up to 4 GPUs
+    min_packs: int = 8  # packs in the first stage of stage_rule; the number of GPUs must divide it
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023  # learning rate of matrices
     adam_lr: float = 0.006  # learning rate of everything else
     muon_beta2: float = 0.9  # decay of NorMuon's second moment
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, warm-up and cool-down steps
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, steps of warm-up (<= 1/3 of all) and cool-down
     cooldown: float = 0.6  # fraction of the run over which learning rates fall
     lr_floor: float = 0.2  # learning rates at the end, as a fraction of the base rates
     average: float = 0.2  # last fraction of the run, over which weights are averaged (PR 360)
@@ -261,7 +261,7 @@ def stage_rule(config: Config) -> tuple:
     """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
 
     A batch of B tokens is used until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
-    262,144 until 772 M. Rates grow with the square root of the batch (arXiv 2205.10287).
+    262,144 until 772 M. Rates alone grow, with the square root of the batch (cf. arXiv 2205.10287).
     """
     rows = []
     seen = 0.0
@@ -278,13 +278,13 @@ def stage_rule(config: Config) -> tuple:
 
 
 @dataclass(frozen=True)
-class Policy:
+class UpdateRule:
     """How one parameter is updated: a row of the parameter table."""
 
     optimizer: str  # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest
-    lr_mult: float  # times Config.muon_lr or Config.adam_lr
+    lr_mult: float  # times Config.muon_lr or Config.adam_lr, times lr_multiplier()
     betas: tuple = ()  # two for Adam, one for RMSProp
-    # Cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p.
+    # Cautious, and tied to the schedule: p -= lr * weight_decay * lr_multiplier() * p.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
@@ -292,33 +292,33 @@ class Policy:
     average: float = 0.0  # fraction of the average in the final weights
 
 
-def parameter_table(config: Config) -> dict[str, Policy]:
-    """All optimizer policy, in the order of communication; after record 89, but for RMSProp."""
+def parameter_table(config: Config) -> dict[str, UpdateRule]:
+    """The rule of each parameter, in the order of communication; after record 89, but for RMSProp."""
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
-    head = Policy("adam", 1.00, (0.50, 0.95), 0.0060, average=0.65)
+    head = UpdateRule("adam", 1.00, (0.50, 0.95), 0.0060, average=0.65)
     return {
-        # name                     optimizer  lr_mult  betas         weight_decay  rows
-        "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair, average=0.55),
-        "vo_bank":          Policy("normuon",   1.00,  (),           0.0276, average=0.35),
-        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0, average=0.35),
-        "gate_bank":        Policy("normuon",   1.00,  (),           0.0276, average=0.35),
-        "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
-        "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
-        "output_gate":      Policy("adam",      1.00,  (0.90, 0.99)),
-        "exclusion":        Policy("adam",      1.00,  (0.90, 0.99)),
-        "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
-        "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
-        "embed":            head if config.tied else Policy("adam", 15.00, (0.80, 0.95), 0.0010),
-        "unembed":          head,
-        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
-        "trigram_embed":    Policy("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
-        "trigram_proj":     Policy("adam",      1.00,  (0.90, 0.99)),
-        "value_embed":      Policy("rmsprop",  60.00,  (0.95,),      0.0150, average=1.0),
+        # name                       optimizer  lr_mult  betas         weight_decay  rows
+        "qk_bank":        UpdateRule("normuon",   1.00,  (),           0.0276, head_pair, average=0.55),
+        "vo_bank":        UpdateRule("normuon",   1.00,  (),           0.0276, average=0.35),
+        "mlp_bank":       UpdateRule("normuon",   1.00,  (),           0.0276, odd_mult=2.0, average=0.35),
+        "gate_bank":      UpdateRule("normuon",   1.00,  (),           0.0276, average=0.35),
+        "scalars":        UpdateRule("adam",      5.00,  (0.90, 0.99)),
+        "value_gate":     UpdateRule("adam",      1.00,  (0.90, 0.99)),
+        "output_gate":    UpdateRule("adam",      1.00,  (0.90, 0.99)),
+        "exclusion":      UpdateRule("adam",      1.00,  (0.90, 0.99)),
+        "mix_in":         UpdateRule("adam",      0.25,  (0.90, 0.99)),
+        "mix_out":        UpdateRule("adam",      0.025, (0.90, 0.99)),
+        "embed":          head if config.tied else UpdateRule("adam", 15.00, (0.80, 0.95), 0.0010),
+        "unembed":        head,
+        "bigram_embed":   UpdateRule("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
+        "trigram_embed":  UpdateRule("rmsprop",  60.00,  (0.95,),      0.0150, sparse=True),
+        "trigram_proj":   UpdateRule("adam",      1.00,  (0.90, 0.99)),
+        "value_embed":    UpdateRule("rmsprop",  60.00,  (0.95,),      0.0150, average=1.0),
     }  # fmt: skip
 
 
 # Learned scalars: a row for each name, a column for each layer. Here are the initial values of the first
-# and the last layer; those of the others lie on a line between them.
+# and the last layer (they differ in train_medium.py); others lie on a line between them.
 SCALARS = {
     "resid_attn": (1.1**0.5, 1.1**0.5),  # factor of the residual stream before attention is added
     "resid_mlp": (1.1**0.5, 1.1**0.5),  # and before the MLP is added
@@ -337,10 +337,10 @@ def micro_batch_limit(config: Config, free: int) -> float:
     a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
     if config.compile and bf16_is_native():
         a_token *= 0.4
-    # Gradients of tables; those of n-gram tables are sparse.
+    # Dense gradients; those of n-gram tables are sparse.
     tables = config.padded_vocab * (1 + len(config.value_embed_layers))
-    states = 20 * config.width * tables
-    return min(65536, (0.85 * free - states) / a_token)
+    gradients = 20 * config.width * tables
+    return min(65536, (0.85 * free - gradients) / a_token)
 
 
 # >>> shared: sections_2_to_12
@@ -506,7 +506,7 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; no update depends on it
+    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; see LOSS_SCALE
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
@@ -822,7 +822,7 @@ class GPT(nn.Module):
         def weight(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.embed = weight(V, D)
+        self.embed = weight(V, D)  # if tied also the output matrix
         if not c.tied:
             self.unembed = weight(V, D)
         self.qk_bank = weight(A, 2 * D, D)
@@ -860,7 +860,7 @@ class GPT(nn.Module):
         self.windows = (c.window_short, c.window_long)
         self.softcap = Softcap(*c.softcap) if c.softcap else None
         self.fp8_products = fp8_products(c, self.embed)
-        self.attention: Callable | None = None
+        self.attention: Callable | None = None  # a backend of section 11, set by build_state()
 
     @property
     def head(self) -> Tensor:
@@ -869,7 +869,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """All initial weights. Zero projections let each block start as the identity."""
+        """All initial weights. MLPs return 0 at first, attention only where init_o is 0."""
         c = self.config
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = math.sqrt(3 / c.width)  # uniform, standard deviation 1 / sqrt(D)
@@ -927,12 +927,12 @@ class GPT(nn.Module):
         attention = {"qkv": qkv.unbind(0), "o": o.unbind(0)}
         mlp = {"up": up.unbind(0), "down": down.unbind(0)}
         if "qkv" in products8:
-            attention["qkv8"] = to_weights8(qkv)
+            attention["qkv8"] = weights_to_fp8(qkv)
         if "o" in products8:
-            attention["o8"] = to_weights8(o)
+            attention["o8"] = weights_to_fp8(o)
         if "MLP" in products8:
-            mlp["up8"] = to_weights8(up)
-            mlp["down8"] = to_weights8(down)
+            mlp["up8"] = weights_to_fp8(up)
+            mlp["down8"] = weights_to_fp8(down)
 
         weights = []
         for layer in range(c.num_layers):
@@ -962,13 +962,13 @@ class GPT(nn.Module):
         x = inputs.x0
         for layer, w in enumerate(weights):
             # Before the last layer, each token mixes input and stream (see mix).
-            mixed = None
+            to_values = None
             if c.mudd_width and layer == c.num_layers - 1:
-                mixed, more = self.mix(x, inputs.x0)
-                x = x + more
+                to_values, to_stream = self.mix(x, inputs.x0)
+                x = x + to_stream
             if layer == c.shared_input_from:
                 inputs = inputs._replace(shared=norm(x))
-            arguments = (x, mixed, layer, w, inputs, attend)
+            arguments = (x, to_values, layer, w, inputs, attend)
             if c.recompute and training:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
                 x = torch.utils.checkpoint.checkpoint(self.block, *arguments, **options)
@@ -976,16 +976,16 @@ class GPT(nn.Module):
                 x = self.block(*arguments)
         return norm(x)
 
-    def block(self, x, mixed, layer: int, w: LayerWeights, inputs: Inputs, attend) -> Tensor:
+    def block(self, x, to_values, layer: int, w: LayerWeights, inputs: Inputs, attend) -> Tensor:
         """One layer: attention and MLP, each added to the residual stream x (T, D).
 
-        mixed (T, D) or None is added to the values of attention; attend as for the trunk.
+        to_values (T, D) or None is added to the values of attention; attend as for the trunk.
         """
         c = self.config
         scalar = inputs.scalar
         if layer not in c.no_attention_layers:
             attention_input = norm(x) if inputs.shared is None else inputs.shared
-            y = self.attend_layer(attention_input, mixed, layer, w, inputs, attend)
+            y = self.attend_layer(attention_input, to_values, layer, w, inputs, attend)
             x = scale_fp32(scalar["resid_attn"][layer], x) + linear8(y, w.o, w.o8)
         if c.x0_injection:
             x = x + scale_fp32(scalar["share_x0"][layer], inputs.x0)
@@ -998,7 +998,7 @@ class GPT(nn.Module):
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
 
-    def attend_layer(self, normed_TD, mixed_TD, layer, w: LayerWeights, inputs, attend) -> Tensor:
+    def attend_layer(self, normed_TD, to_values, layer, w: LayerWeights, inputs, attend) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -1007,8 +1007,8 @@ class GPT(nn.Module):
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(normed_TD, self.value_gate[e])
             v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
-        if mixed_TD is not None:
-            v = v + mixed_TD.view_as(v)
+        if to_values is not None:
+            v = v + to_values.view_as(v)
         y = attend(layer, q, k, v)
         if layer in c.exclusive_layers:
             y = exclude_own_value(y, v, self.exclusion[c.exclusive_layers.index(layer)])
@@ -1047,11 +1047,11 @@ class GPT(nn.Module):
     def hash_ngrams(self, tokens_T, previous_2T, positions_T) -> list[tuple[Tensor, Tensor]]:
         """For each of ngram_tables(), each token's row in it and in bigram_signs, int64 (T,)."""
         t = tokens_T.long()
-        p, q = previous_2T.long()
-        pair_T = (36313 * t) ^ (27191 * p)
-        ngrams = [(pair_T, t ^ p, self.config.bigram_rows)]
+        t1, t2 = previous_2T.long()  # one and two tokens before t
+        pair_T = (36313 * t) ^ (27191 * t1)
+        ngrams = [(pair_T, t ^ t1, self.config.bigram_rows)]
         if self.config.trigram_rows:
-            ngrams.append((pair_T ^ (51787 * q), t ^ (3 * p) ^ (7 * q), self.config.trigram_rows))
+            ngrams.append((pair_T ^ (51787 * t2), t ^ (3 * t1) ^ (7 * t2), self.config.trigram_rows))
 
         # The last row is that of a document's first tokens: nothing may leak from the one before.
         hashes = []
@@ -1086,7 +1086,7 @@ class GPT(nn.Module):
         """
         c = self.config
         first_T11 = (positions_T == 0)[:, None, None]
-        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
+        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)  # see section 11
         if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
             rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
             paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
@@ -1146,7 +1146,7 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
 # fit. A document that is longer than max_seq_len, or than what is left of the pack, is continued as a new
-# segment after a BOS of its own, so no text is thrown away.
+# segment after a BOS of its own: no text is lost, and the token at the cut is a target twice.
 #
 #     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c is continued
 #     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
@@ -1312,7 +1312,7 @@ POLAR_EXPRESS = (
 
 
 def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Matrices (N, R, C) with the same singular vectors, and singular values of about 1."""
+    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
@@ -1333,7 +1333,7 @@ def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
     """master -= lr * (factor * update + decay * master); decay only where the update shrinks it too.
 
-    Args: master fp32, update (N, R, C); factor of each neuron fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+    Args: master fp32, update (N, R, C); positive factor fp32 (N, R, 1) or (N, 1, C); lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
     """
     update = update.float() * factor
@@ -1387,8 +1387,8 @@ def normuon_update(
     blended = blend(*flat, dtype, momentum=momentum)
     update = polar_express(blended.view(master.shape))
 
-    # The update of every neuron (a row of a tall matrix, a column of a wide one) is divided by the root
-    # of its second moment. Then the update of each matrix gets back the norm that it had.
+    # Each row of a tall update, or column of a wide one, is divided by the root of its second moment.
+    # Then the update of each matrix gets back the norm that it had.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
     second_moment.lerp_(squares / update.size(axis), 1 - beta2)
@@ -1405,7 +1405,7 @@ class Slot:
 
     name: str
     param: Tensor
-    policy: Policy
+    rule: UpdateRule
     shape: tuple  # the parameter as (N, R, C) or (N, ...), of which ranks own slices along N
     sharded: bool
     per_rank: int  # length of a slice; the last ranks' slices may end in padding
@@ -1433,13 +1433,13 @@ class Pending(NamedTuple):
 
 
 class Optimizer:
-    """NorMuon, RMSProp and Adam, as the Policy of each parameter says."""
+    """NorMuon, RMSProp and Adam, as the UpdateRule of each parameter says."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, UpdateRule]):
         self.config = config
         self.ranks = ranks
         params = dict(model.named_parameters())
-        assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
+        assert set(params) <= set(table), f"parameters without a rule: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
 
         on_gpu = ranks.device.type == "cuda"
@@ -1447,20 +1447,20 @@ class Optimizer:
         self.compiled = on_gpu and config.compile
         self.reset()
 
-    def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
+    def make_slot(self, name: str, param: Tensor, rule: UpdateRule) -> Slot:
         shape = tuple(param.shape)
-        if policy.optimizer == "normuon":
-            R = policy.rows or param.size(-2)
+        if rule.optimizer == "normuon":
+            R = rule.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
         # Small parameters are not worth sharding. A step touches few rows of a sparse table, so
         # every rank updates all of it.
-        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
+        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not rule.sparse
         per_rank = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
-        return Slot(name, param, policy, shape, sharded, per_rank)
+        return Slot(name, param, rule, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float) -> None:
+    def step(self, lr_multiplier: float, momentum: float) -> None:
         """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
 
@@ -1473,7 +1473,7 @@ class Optimizer:
         gathers = []
         for gradient in gradients:
             gradient.wait()
-            own = self.update(gradient, lr_factor, momentum)
+            own = self.update(gradient, lr_multiplier, momentum)
             if gradient.slot.sharded:
                 gathers.append(self.start_gather(gradient.slot, own))
 
@@ -1499,19 +1499,19 @@ class Optimizer:
         # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
-    def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
-        """Updates master and moments by the slot's policy; returns the own_param() that it wrote."""
+    def update(self, gradient: Pending, lr_multiplier: float, momentum: float) -> Tensor | None:
+        """Updates master and moments by the slot's rule; returns the own_param() that it wrote."""
         slot = gradient.slot
-        policy = slot.policy
+        rule = slot.rule
         slot.updates += 1
         own = self.own_param(slot)
-        rate = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
-        lr = rate * policy.lr_mult * lr_factor
-        decay = policy.weight_decay * lr_factor
-        if policy.optimizer == "normuon":
+        rate = self.config.muon_lr if rule.optimizer == "normuon" else self.config.adam_lr
+        lr = rate * rule.lr_mult * lr_multiplier
+        decay = rule.weight_decay * lr_multiplier
+        if rule.optimizer == "normuon":
             self.update_normuon(gradient, own, momentum, lr, decay)
-        elif policy.optimizer == "rmsprop":
-            (beta2,) = policy.betas
+        elif rule.optimizer == "rmsprop":
+            (beta2,) = rule.betas
             update_rows(
                 slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index,
                 lr=lr, beta2=beta2, correction=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
@@ -1533,7 +1533,7 @@ class Optimizer:
 
     def update_adam(self, gradient: Pending, own: Tensor | None, lr: float, decay: float) -> None:
         slot = gradient.slot
-        beta1, beta2 = slot.policy.betas
+        beta1, beta2 = slot.rule.betas
         tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
         # Scalars, which are their own master, are not worth compiling.
         function = compile_once(adam_update) if self.compiled and own is not None else adam_update
@@ -1612,21 +1612,21 @@ class Optimizer:
             slot.updates = 0
             weights = slot.param.detach().view(slot.shape)
             # fp32 needs no copy, nor do sparse tables in bf16, which are rounded stochastically.
-            precise = (torch.float32, torch.bfloat16) if slot.policy.sparse else (torch.float32,)
+            precise = (torch.float32, torch.bfloat16) if slot.rule.sparse else (torch.float32,)
             slot.aliased = weights.dtype in precise and not slot.sharded
             if slot.aliased:
                 slot.master = weights
             else:
                 slot.master = slot.moments = None  # old and new may not fit together
                 slot.master = self.own_rows(slot, weights).float()
-            if slot.policy.optimizer == "normuon":
+            if slot.rule.optimizer == "normuon":
                 self.reset_normuon(slot)
-            elif slot.policy.optimizer == "rmsprop":
+            elif slot.rule.optimizer == "rmsprop":
                 slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0], dtype=torch.float32)}
             else:
                 names = ("exp_avg", "exp_avg_sq")
                 slot.moments = {name: torch.zeros_like(slot.master) for name in names}
-            if self.config.average > 0 and slot.policy.average:
+            if self.config.average > 0 and slot.rule.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
     def reset_normuon(self, slot: Slot) -> None:
@@ -1636,9 +1636,9 @@ class Optimizer:
             "momentum": torch.zeros(N, R, C, device=device),
             "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
         }
-        # sqrt(rows / columns): each neuron of a tall matrix moves as far as one of a square matrix.
+        # sqrt(rows / columns): each row of a tall matrix moves as far as one of a square matrix.
         mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
-        mult[1::2] *= slot.policy.odd_mult
+        mult[1::2] *= slot.rule.odd_mult
         slot.mult = self.own_rows(slot, mult)
         # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
         slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
@@ -1701,7 +1701,7 @@ def is_sampled(config: Config, step: int) -> bool:
 
 def slot_norms(slot: Slot) -> Tensor:
     """Norms of the matrices of NorMuon, fp32 (N, 1, 1); of another slot that of the whole, 0-D."""
-    if slot.policy.optimizer == "normuon":
+    if slot.rule.optimizer == "normuon":
         return torch.linalg.vector_norm(slot.master, dim=(-2, -1), keepdim=True)
     square = torch.linalg.vector_norm(slot.master).square()
     if slot.sharded:
@@ -1732,7 +1732,7 @@ def blend_average(state: TrainState) -> None:
             continue
         # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
         before = slot_norms(slot)
-        slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
+        slot.master.lerp_(slot.moments.pop("average"), slot.rule.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
         slot.param.copy_(state.optimizer.gather(slot, slot.master).view(slot.param.shape))
 
@@ -1869,7 +1869,7 @@ def bits_per_byte(model, batch: Batch, micro_packs: int, token_bytes, ranks: Ran
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
-    """This rank's part in whole micro-batches, filled up with packs whose targets are ignored."""
+    """This rank's micro-batches of a batch that every rank holds, filled up with ignored packs."""
     count = len(batch.tokens)
     group = ranks.world * micro_packs
     share = math.ceil(count / group) * micro_packs
@@ -1931,7 +1931,7 @@ class Pretraining:
         for index, stage in enumerate(config.stage_table):
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
             require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
-            steps = first_step(config, index + 1) - first_step(config, index)
+            steps = stage_start(config, index + 1) - stage_start(config, index)
             needed += steps * stage.packs * config.pack_tokens
         found = f"{config.data} holds {self.available:,} training tokens in {config.max_epochs} epoch(s)"
         fewer = "--tokens" if config.num_steps > 1 else "--min-packs or --stages"
@@ -1974,7 +1974,7 @@ class Pretraining:
         return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
 
 
-def first_step(config: Config, index: int) -> int:
+def stage_start(config: Config, index: int) -> int:
     """The step with which a stage begins; of the one behind the last, the number of steps."""
     # A binary search, as somebody may ask for a billion steps.
     return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
@@ -2116,7 +2116,7 @@ def log_steps(run: Run) -> None:
         "tokens": progress.tokens,
         "loss": loss,
         "bpb": loss / math.log(2) / run.job.bytes_per_token,
-        "lr": lr_multiplier(config, state.step - 1),
+        "lr": lr_multiplier(config, state.step - 1),  # without the base rates
         "step_ms": seconds / len(run.losses) * 1e3,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
@@ -2271,7 +2271,7 @@ def compiler_choices():
     return Choices()
 
 
-# fp16 has no room for small gradients. No update depends on their size, so none scales back.
+# fp16 has no room for small gradients. None is scaled back: updates are relative, but for epsilons.
 LOSS_SCALE = 2.0**12
 
 
@@ -2439,7 +2439,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, by the makers' data sheets; also for fp8.
 PEAK_TFLOPS = {
     "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
     "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
@@ -3259,15 +3259,15 @@ OPS = f"decoderstack{copies}"
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
+# linear_cross_entropy > LinearCE (autograd) > linear_ce (by chunks) > softcap_ce or softcap_ce_ref
 # With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width, s = z / a and
-# lse = log sum_j exp z_j: row t has N terms, targets[k, t] with weight w_k. Those with a negative
-# target are left out. S is the sum of the token's w_k.
+# lse = log sum_j exp z_j: row t has N terms, targets[k, t] >= 0 with weight w_k, and S = sum_k w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
+def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
     """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
 
     Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,);
@@ -3392,7 +3392,7 @@ def softcap_ce_kernel(
 
 
 def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=True, out=None):
-    """As softcap_ce_cpu in a read and a write; the gradient replaces the logits or fills `out`."""
+    """As softcap_ce_ref in a read and a write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
     terms = len(term_weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
@@ -3439,7 +3439,7 @@ transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size
 # An fp8 tensor stands for matrix * scale: x8 for x8 * x_scale, fp32 0-D or a number. Weights and
 # activations are e4m3, gradients e5m2, sums fp32. Scales come from norms of rows, which bound what
 # is cast: nothing of size (T, F) is searched for its maximum, and nothing is carried from step to
-# step. A bound may be far off, as e4m3 has 18 binades and e5m2 32.
+# step. A bound may be far off: e4m3 has 18 binades, e5m2 32. to_fp8 finds a scale, cast8 uses it.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
@@ -3512,7 +3512,7 @@ class Weight8(NamedTuple):
 
 
 @torch.no_grad()
-def to_weights8(bank: Tensor) -> list[Weight8]:
+def weights_to_fp8(bank: Tensor) -> list[Weight8]:
     """The matrices of a bank (B, N, K) in fp8, all layers at once in few kernels."""
     row_norms = largest_row_norm(bank)
     matrices = cast8(bank, (E4M3_MAX / row_norms)[:, None, None])
@@ -3596,7 +3596,7 @@ def linear_ce(
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
         else:
-            losses[own], nats[own], g = softcap_ce_cpu(logits, *arguments)
+            losses[own], nats[own], g = softcap_ce_ref(logits, *arguments)
         if not grad:
             continue
 
@@ -4238,12 +4238,12 @@ def norm_rotate_grad_kernel(
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, over g_scale.
+    """Gradients before norm and rotation: without `out` their `largest`, of a sample; then with `out` all.
 
-    A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
-    With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
-    the part of the gradient along y. Without out, `largest` grows to the largest of these numbers and of the
-    first channel of dv; from that the other call computes g_scale.
+    A program computes BR rows, heads of every `every`-th token, from what linear_rotate returned and
+    dq, dk, dv (T, H, K). out e5m2 (N, 3, H, K) is divided by g_scale, which comes from `largest`.
+    With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes
+    away the part of the gradient along y. Of dv the sample has the first channel of all tokens.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     head = row % H
@@ -4253,11 +4253,11 @@ def norm_rotate_grad_kernel(
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
         inverse_scale = 1.0
-        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # 64 >= every
+        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # every <= 64
         top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
     else:
-        # e5m2 has 30 binades: other numbers may exceed `largest` by 8 of them (what is above that
-        # becomes 57344) and fall below by 21.
+        # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what is above that
+        # becomes 57344) and fall below by 23.
         scale = tl.maximum(tl.load(largest), 1e-30) * (256 / 57344)
         tl.store(g_scale, scale, mask=tl.program_id(0) == 0)
         inverse_scale = 1.0 / scale

@@ -51,7 +51,7 @@ def own_logits(run, ids: list[int]) -> torch.Tensor:
 
 def fp8_on_cpu(monkeypatch, script) -> None:
     """The fp8 path of a script on a CPU: its own casts and scales, plain code in place of its kernels and products."""
-    plain_ce = script.softcap_ce_cpu
+    plain_ce = script.softcap_ce_ref
 
     def softcap_ce_8(logits, *arguments):
         losses, nats, gradient = plain_ce(logits, *arguments)
@@ -63,4 +63,4 @@ def fp8_on_cpu(monkeypatch, script) -> None:
     monkeypatch.setattr(script, "product8", product8)
     monkeypatch.setattr(script, "linear_relu2", linear_relu2)
     monkeypatch.setattr(script, "transpose8", lambda x: x.mT.contiguous())
-    monkeypatch.setattr(script, "softcap_ce_cpu", softcap_ce_8)
+    monkeypatch.setattr(script, "softcap_ce_ref", softcap_ce_8)

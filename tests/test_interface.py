@@ -19,7 +19,7 @@ TOOLS = sorted(path for path in ROOT.glob("runs/**/*.py") if path.stem not in WI
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
-    SCALARS Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
+    SCALARS Stage UpdateRule UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
     build_state build_optimizer train micro_step ngram_tables set_sparse_gradients

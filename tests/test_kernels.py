@@ -294,7 +294,7 @@ def test_linear_relu2_in_8_bits(device, monkeypatch):
 
 
 def weights8(*weights):
-    return [K.to_weights8(w[None])[0] for w in weights]
+    return [K.weights_to_fp8(w[None])[0] for w in weights]
 
 
 def mlp_gradients(leaves, g):
@@ -342,7 +342,7 @@ def test_weights_fp8(device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     bank = torch.randn(3, 48, 32, device=device).mul(torch.tensor([1e-3, 1, 1e3], device=device)[:, None, None])
     bank = bank.to(dtype)
-    found = K.to_weights8(bank)
+    found = K.weights_to_fp8(bank)
     assert len(found) == 3 and len({w8.scale.data_ptr() % 16 for w8 in found}) == 1
     for w, w8 in zip(bank.float(), found, strict=True):
         torch.testing.assert_close(w8.scale, w.norm(dim=1).max() / 448)

@@ -72,7 +72,7 @@ def fp8_everywhere(monkeypatch):
 
 
 def weights8(*weights):
-    return [tm.to_weights8(w[None])[0] for w in weights]
+    return [tm.weights_to_fp8(w[None])[0] for w in weights]
 
 
 @pytest.mark.parametrize("power", (-20, 0, 10))

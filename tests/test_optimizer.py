@@ -47,12 +47,12 @@ class TextbookMuon:
 
 def test_rows_without_a_gradient_keep_their_weights_on_every_rank():
     """The kernel writes only rows with a gradient, so what a rank sends to others begins as its part of the table."""
-    policy = ts.parameter_table(ts.Config())["value_embed"]
+    rule = ts.parameter_table(ts.Config())["value_embed"]
     model = torch.nn.Module()
     model.value_embed = torch.nn.Parameter(torch.randn(1001, 80).bfloat16())
     for rank, rows in ((0, slice(0, 501)), (1, slice(501, 1001))):
         ranks = ts.Ranks(rank, 2, torch.device("cpu"))
-        optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": policy})
+        optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": rule})
         (slot,) = optimizer.slots
         own = optimizer.own_param(slot)
         part = model.value_embed.detach()[rows]
@@ -157,22 +157,22 @@ def test_optimizer_step_applies_the_table(config, rows, down):
     optimizer = script(config).build_optimizer(model, config)
     muon, tables, adam = {}, {}, {}
     for name, param in model.named_parameters():
-        policy, weights = table[name], param.detach().clone()
-        if policy.optimizer == "normuon":
+        rule, weights = table[name], param.detach().clone()
+        if rule.optimizer == "normuon":
             matrices = weights.view(-1, rows.get(name, weights.size(1)), 64)
             mult = torch.ones(len(matrices), 1, 1)
             if name == "mlp_bank":  # (128, 64) is twice as tall as wide
                 mult = torch.full_like(mult, 2**0.5)
                 mult[1::2] *= down
-            decay = policy.weight_decay * 0.7
-            muon[name] = TextbookMuon(matrices, config.muon_lr * policy.lr_mult * 0.7, 0.9, 0.9, decay, mult)
-        elif policy.optimizer == "rmsprop":
-            lr = config.adam_lr * policy.lr_mult * 0.7
-            tables[name] = TextbookRows(weights, lr, *policy.betas, config.adam_eps, policy.weight_decay * 0.7)
+            decay = rule.weight_decay * 0.7
+            muon[name] = TextbookMuon(matrices, config.muon_lr * rule.lr_mult * 0.7, 0.9, 0.9, decay, mult)
+        elif rule.optimizer == "rmsprop":
+            lr = config.adam_lr * rule.lr_mult * 0.7
+            tables[name] = TextbookRows(weights, lr, *rule.betas, config.adam_eps, rule.weight_decay * 0.7)
         else:
             adam[name] = [weights.requires_grad_()]
-            lr = config.adam_lr * policy.lr_mult * 0.7
-            adam[name] += [lr, torch.optim.Adam(adam[name], lr=lr, betas=policy.betas, eps=config.adam_eps)]
+            lr = config.adam_lr * rule.lr_mult * 0.7
+            adam[name] += [lr, torch.optim.Adam(adam[name], lr=lr, betas=rule.betas, eps=config.adam_eps)]
     for seed in (0, 1, 2):
         (model(*pack(random_documents((60, 60), seed=seed)))[0] / 100).backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -412,16 +412,16 @@ def test_averages_with_norms(steps, stop, resumed, counted, tmp_path):
     stored = safetensors.torch.load_file(ts.checkpoints(tmp_path)[0] / "optimizer.safetensors")
     assert any(name.endswith(".average") for name in stored) == (stop == 14), "only between first sample and end"
     state = run(stop + 1, resumed, resumed)
-    averaged = {slot.name for slot in state.optimizer.slots if slot.policy.average}
+    averaged = {slot.name for slot in state.optimizer.slots if slot.rule.average}
     assert averaged >= {"qk_bank", "mlp_bank", "embed", "value_embed"}
     for slot in state.optimizer.slots:
         want = weights[-1][slot.name]
         if slot.name in averaged:
-            share = slot.policy.average
+            share = slot.rule.average
             mean = torch.stack([weights[step - 1][slot.name] for step in counted]).mean(0)
             mixed = (1 - share) * want + share * mean
-            matrices = mixed.flatten(0, -3) if slot.policy.optimizer == "normuon" else [mixed]
-            originals = want.flatten(0, -3) if slot.policy.optimizer == "normuon" else [want]
+            matrices = mixed.flatten(0, -3) if slot.rule.optimizer == "normuon" else [mixed]
+            originals = want.flatten(0, -3) if slot.rule.optimizer == "normuon" else [want]
             pairs = zip(matrices, originals, strict=True)
             want = torch.stack([m * (w.norm() / m.norm()) for m, w in pairs]).view(want.shape)
         torch.testing.assert_close(slot.master, want)

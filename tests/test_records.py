@@ -687,7 +687,7 @@ def test_rerun(repo, folders, tmp_path, monkeypatch):
     def script(old, new):
         return lambda folder: swap(folder / "train_small.py", old, new)
 
-    change = script(r'head = Policy\("adam", +1.00', 'head = Policy("adam", 0.10')
+    change = script(r'head = UpdateRule\("adam", +1.00', 'head = UpdateRule("adam", 0.10')
     said = rerun(forge(folders[0], tmp_path / "2026-11-22_forged", change), 12)
     assert "rerun: the loss at step 12 is" in said and "rerun: val bpb is" in said
     change = script(r"muon_lr: float = [\d.]+", "muon_lr: float = 0.5")

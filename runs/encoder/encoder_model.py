@@ -162,10 +162,10 @@ def parameter_table(config: Config) -> dict:
     """NorMuon for matrices, Adam for the embedding, with the decays of train_small.py."""
     head_pair = min(2, config.num_heads) * config.head_dim
     return {
-        "qk_bank": script.Policy("normuon", 1.0, weight_decay=0.0276, rows=head_pair),
-        "vo_bank": script.Policy("normuon", 1.0, weight_decay=0.0276),
-        "mlp_bank": script.Policy("normuon", 1.0, weight_decay=0.0276),
-        "embed": script.Policy("adam", 1.0, (0.9, 0.95), 0.006),
+        "qk_bank": script.UpdateRule("normuon", 1.0, weight_decay=0.0276, rows=head_pair),
+        "vo_bank": script.UpdateRule("normuon", 1.0, weight_decay=0.0276),
+        "mlp_bank": script.UpdateRule("normuon", 1.0, weight_decay=0.0276),
+        "embed": script.UpdateRule("adam", 1.0, (0.9, 0.95), 0.006),
     }
 
 

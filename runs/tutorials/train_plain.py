@@ -313,23 +313,23 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
 
 # ---- 5. OPTIMIZER: NorMuon for matrices, RMSProp for tables, else Adam.
 @dataclass(frozen=True)
-class Policy:  # of Adam; without the first moment it is RMSProp
+class UpdateRule:  # of Adam; without the first moment it is RMSProp
     lr_mult: float  # times 0.006
     betas: tuple
     weight_decay: float = 0.0
 
 
-POLICIES = {
-    "embed": Policy(1.0, (0.50, 0.95), 0.006),
-    "bigram_embed": Policy(60.0, (0.0, 0.95), 0.015),
-    "trigram_embed": Policy(60.0, (0.0, 0.95), 0.015),
-    "trigram_proj": Policy(1.0, (0.90, 0.99)),
-    "value_embed": Policy(60.0, (0.0, 0.95), 0.015),
-    "value_gate": Policy(1.0, (0.90, 0.99)),
-    "output_gate": Policy(1.0, (0.90, 0.99)),
-    "exclusion": Policy(1.0, (0.90, 0.99)),
-    "mix_in": Policy(0.25, (0.90, 0.99)),
-    "mix_out": Policy(0.025, (0.90, 0.99)),
+RULES = {
+    "embed": UpdateRule(1.0, (0.50, 0.95), 0.006),
+    "bigram_embed": UpdateRule(60.0, (0.0, 0.95), 0.015),
+    "trigram_embed": UpdateRule(60.0, (0.0, 0.95), 0.015),
+    "trigram_proj": UpdateRule(1.0, (0.90, 0.99)),
+    "value_embed": UpdateRule(60.0, (0.0, 0.95), 0.015),
+    "value_gate": UpdateRule(1.0, (0.90, 0.99)),
+    "output_gate": UpdateRule(1.0, (0.90, 0.99)),
+    "exclusion": UpdateRule(1.0, (0.90, 0.99)),
+    "mix_in": UpdateRule(0.25, (0.90, 0.99)),
+    "mix_out": UpdateRule(0.025, (0.90, 0.99)),
 }
 MUON_LR_MULT = {"qk": 1, "v": 1, "o": 1, "up": 1, "down": 2}  # records 36, 48
 POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
@@ -341,7 +341,7 @@ POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
 
 
 def polar_express(x: Tensor) -> Tensor:
-    """Matrices (..., rows, columns) -> the same singular vectors, singular values of about 1."""
+    """Sets singular values to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
     if x.size(-2) > x.size(-1):
         return polar_express(x.mT).mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
@@ -364,8 +364,8 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             mean = beta * state[name, "mean"] + (1 - beta) * grad
             update = polar_express(beta * mean + (1 - beta) * grad)
 
-            # Divide each neuron (a row of a tall matrix, a column of a wide one) by its usual size, and
-            # keep the norm of the matrix (worth 0.006).
+            # Divide each row of a tall matrix, or column of a wide one, by its usual size, and keep the
+            # norm of the matrix (worth 0.006).
             matrix_norm = update.norm(dim=(-2, -1), keepdim=True)
             shorter = -2 if param.size(-2) < param.size(-1) else -1
             square = 0.9 * state[name, "square"] + 0.1 * update.square().mean(shorter, keepdim=True)
@@ -374,15 +374,15 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             lr = 0.023 * MUON_LR_MULT[name] * max(1, param.size(-2) / param.size(-1)) ** 0.5
             decay = 0.0276 * (update * param >= 0)
         else:
-            policy = POLICIES.get(name, Policy(5.0, (0.90, 0.99)))  # or a scalar
-            beta1, beta2 = policy.betas
+            rule = RULES.get(name, UpdateRule(5.0, (0.90, 0.99)))  # or a scalar
+            beta1, beta2 = rule.betas
             mean = beta1 * state[name, "mean"] + (1 - beta1) * grad
             new = grad.square() if beta1 else grad.square().mean(-1, True)  # RMSProp: by row
             square = beta2 * state[name, "square"] + (1 - beta2) * new
             rms = (square / (1 - beta2 ** (step + 1))).sqrt() + 1e-10  # 1e-8: +0.0014 nats (record 20)
             update = mean / (1 - beta1 ** (step + 1)) / rms
-            lr = 0.006 * policy.lr_mult
-            decay = policy.weight_decay * (update * param > 0)  # no gradient: no decay
+            lr = 0.006 * rule.lr_mult
+            decay = rule.weight_decay * (update * param > 0)  # no gradient: no decay
 
         # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402). The schedule
         # counts twice: rate and decay both fall.
