@@ -219,7 +219,7 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSourc
     kind, _, rest = spec.partition(":")
     match = re.fullmatch(GENERATED[kind], rest)
     if not match:
-        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
+        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS] with at most 18 digits")
     count = int(match["count"] or SPELLING_COUNT)
     # All of a --val-source is validation.
     val_count = count if flag == "--val-source" else held_out_count(count, args)
