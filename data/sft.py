@@ -397,8 +397,9 @@ def encode_source(
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
     for where, tokens, mask in bar:
         if mask is None:
+            problem = tokens  # as encode_records() returns it
             if not args.skip_bad:
-                fail(f"{where}: {tokens}; fix it, or skip such conversations with --skip-bad")
+                fail(f"{where}: {problem}; fix it, or skip such conversations with --skip-bad")
             tally["bad"] += 1
         elif not mask[: args.max_len].any():
             # Only a question is left, which teaches nothing.
