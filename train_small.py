@@ -2313,8 +2313,8 @@ def describe_state(state: TrainState, say: Callable) -> None:
     tables = ", ".join(f"{name} {len(param):,}" for name, param in params.items() if name.endswith("embed"))
     compiled = "compiled" if state.forward is not model else "not compiled"
     graphs = "no CUDA graphs" if state.graphs is None else "CUDA graphs"
-    fp8 = ", ".join(model.fp8_products) or "no products"
-    say(f"model: {size:.1f} M parameters in {model.embed.dtype}, fp8 in {fp8}")
+    fp8 = "fp8 in " + ", ".join(model.fp8_products) if model.fp8_products else "no fp8"
+    say(f"model: {size:.1f} M parameters in {model.embed.dtype}, {fp8}")
     say(f"rows of tables: {tables}")
     say(f"step: micro-batch {state.micro_packs * config.pack_tokens:,} tokens, {compiled}, {graphs}")
 

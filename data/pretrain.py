@@ -149,7 +149,8 @@ def check_settings(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for key in new:
         # Without --name it is that of the folder, which may be renamed.
         if old.get(key) != new[key] and not (key == "name" and not new["name"]):
-            was = f"--{key.replace('_', '-')} was {old.get(key)!r} before and is {new[key]!r} now"
+            before, now = ("not given" if value is None else repr(value) for value in (old.get(key), new[key]))
+            was = f"--{key.replace('_', '-')} was {before} before and is {now} now"
             fail(f"{out} was built with different settings: {was}; choose another --out or the same settings")
 
 

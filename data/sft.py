@@ -219,7 +219,7 @@ def parse_generated(spec: str, flag: str, args: argparse.Namespace) -> ChatSourc
     kind, _, rest = spec.partition(":")
     match = re.fullmatch(GENERATED[kind], rest)
     if not match:
-        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
+        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS] with at most 18 digits")
     count = int(match["count"] or SPELLING_COUNT)
     # All of a --val-source is validation.
     val_count = count if flag == "--val-source" else held_out_count(count, args)
@@ -397,8 +397,9 @@ def encode_source(
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
     for where, tokens, mask in bar:
         if mask is None:
+            problem = tokens  # as encode_records() returns it
             if not args.skip_bad:
-                fail(f"{where}: {tokens}; fix it, or skip such conversations with --skip-bad")
+                fail(f"{where}: {problem}; fix it, or skip such conversations with --skip-bad")
             tally["bad"] += 1
         elif not mask[: args.max_len].any():
             # Only a question is left, which teaches nothing.

@@ -554,7 +554,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["train", "val"], default="train", help="split [%(default)s]")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print [%(default)s]")
     args = parser.parse_args()
-    check_flags(args)
+    check_flags(args, show=0)
     source = Source.of(args)
     documents = source.train() if args.split == "train" else source.val()
     for i, text in enumerate(islice(documents, args.show)):

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.command import RunError, first_line, run_command
+from lib.command import RunError, check_sampling, first_line, run_command
 from lib.command import print_note as say  # stdout holds nothing but the answers
 
 HELP = """\
@@ -55,8 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--trust", action="store_true", help="execute the Python files of an exported model")
     args = parser.parse_args(argv)
-    if not (0 <= args.temperature < math.inf and 0 <= args.top_p <= 1):
-        parser.error("--temperature must be at least 0, and --top-p from 0 to 1")
+    check_sampling(parser, args)
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; pass a text")
     return args

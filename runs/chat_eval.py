@@ -45,7 +45,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--run-code", action="store_true", help="score humaneval too; the programs it runs can reach all of your files")
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     args = parser.parse_args(argv)
-    args.tasks = [task for task in args.tasks.split(",") if task]
+    args.tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit must be at least 1, found {args.limit}")
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"--tasks lists {unknown.pop()}, which is not one of {', '.join(TASKS)}")
     return args
@@ -95,16 +97,19 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
 def score_texts(generator, examples: list[Example], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
     """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers.
 
-    A question that is longer than the context loses its beginning.
+    A question that leaves no room for an answer loses its beginning.
     """
     tokenizer = generator.tokenizer
     stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
-    options = {"max_tokens": TASKS[task].max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+    max_tokens = TASKS[task].max_tokens
+    context = generator.model.config.max_seq_len
+    longest = context - min(max_tokens, context // 2)  # an answer must fit behind the question
+    options = {"max_tokens": max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
     mine = examples[ranks.rank :: ranks.world]
     completions = []
     for example in mine:
         prompt = chat_format.question_ids(tokenizer, example.question)
-        completions.append(engine.Completion(prompt[-generator.model.config.max_seq_len :], **options))
+        completions.append(engine.Completion(prompt[-longest:], **options))
     complete(generator, completions, task)
     answers = [tokenizer.decode(completion.tokens) for completion in completions]
 

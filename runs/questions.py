@@ -87,7 +87,8 @@ def ask(run: engine.Run, questions: list[dict], is_chat: bool) -> list[str]:
     completions = []
     for question in questions:
         prompt = prompt_ids(run.tokenizer, question["question"], is_chat)
-        prompt[1:-room] = []  # a short context loses the first examples
+        if len(prompt) > room:  # a short context loses the first examples
+            prompt = [prompt[0], *prompt[-room:]]
         completions.append(engine.Completion(prompt, **options))
     complete(engine.Generator(run.model, run.tokenizer), completions, "questions")
     answers = [run.tokenizer.decode(completion.tokens).strip() for completion in completions]

@@ -253,7 +253,8 @@ def policy_gradient_step(script, state, batch) -> torch.Tensor:
     """One optimizer step on the answers of all ranks; this rank's part of the mean nats."""
     step = state.step
     state.step += 1
-    if not batch.notes["frac_groups_with_signal"]:
+    learns_something = batch.notes["frac_groups_with_signal"] > 0  # else all advantages are 0, on all ranks
+    if not learns_something:
         return torch.zeros((), device=state.ranks.device)
     nats = backward(script, state, batch, batch.advantages, batch.total_tokens)
     state.optimizer.step(script.lr_multiplier(state.config, step), script.muon_momentum(state.config, step))

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from lib.command import RunError, run_command
+from lib.command import RunError, check_sampling, run_command
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,8 +33,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--check", action="store_true", help="only compare decoding with the forward pass")
     args = parser.parse_args(argv)
-    if min(args.tokens - 1, args.temperature, args.top_k) < 0 or not 0 < args.top_p <= 1:
-        parser.error("--tokens must be at least 1, --temperature and --top-k at least 0, --top-p above 0 and at most 1")
+    check_sampling(parser, args)
+    if args.tokens < 1:
+        parser.error(f"--tokens must be at least 1, found {args.tokens}")
     return args
 
 
@@ -116,14 +117,15 @@ def decoding_error(model, tokenizer) -> float:
 
 def sample(run: engine.Run, args: argparse.Namespace) -> dict:
     """Prints the continuation of each prompt."""
-    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
     generator = engine.Generator(run.model, run.tokenizer)
 
     start = time.perf_counter()
     new_tokens = 0
-    for prompt in args.prompt or [""]:
+    for i, prompt in enumerate(args.prompt or [""]):
+        seed = args.seed + i * engine.SEED_STRIDE  # equal prompts get different noise
         print(prompt, end="", flush=True)
-        for delta in generator.stream_text(prompt, max_tokens=args.tokens, **options):
+        for delta in generator.stream_text(prompt, max_tokens=args.tokens, seed=seed, **options):
             print(delta, end="", flush=True)
             new_tokens += 1
         new_tokens -= 1  # the last delta belongs to no token

@@ -34,7 +34,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="step of the checkpoint to score (default: the newest)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of weights (default: the run's)")
     add("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower scoring")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit must be at least 1, found {args.limit}")
+    return args
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@
 #         --sft chat.jsonl.zst --sft gsm8k:eval_extra/gsm8k_train.jsonl.zst:2 --sft addition:2000 -- --tokens 34013184
 #     bash runs/speedrun_small.sh --smoke              the whole chain at toy size, no GPU, no network, 1 to 5 minutes
 #
-# --smoke         the chain at toy size; may be combined with --name and --bundle
+# --smoke         the chain at toy size; may be combined with --name, --source and --bundle
 # --name NAME     write the results to out/NAME (default: speedrun_small, or smoke with --smoke)
 # --data DIR      use an existing dataset
-# --source SPEC   or make one from this source of data/pretrain.py, unless it is in data/shards (default: climbmix)
+# --source SPEC   or make one from this source of data/pretrain.py, unless it is in data/shards (default: climbmix;
+#                 with --smoke: stdlib)
 # --bundle PATH   CORE bundle (default: downloaded)
 # --files FOLDER  tasks for chat_eval.py (default: downloaded)
 # --sft SPEC      a source for data/sft.py, such as a local file, repeatable (default: smol-smoltalk, gsm8k twice, 2,000
@@ -27,7 +28,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-name="" data="" source=climbmix bundle="" files="" smoke="" sft=() code=() flags=()
+name="" data="" source="" bundle="" files="" smoke="" sft=() code=() flags=()
 while (($#)); do
   case $1 in
   --smoke) smoke=1 ;;
@@ -66,7 +67,7 @@ rl=()
 limit=()
 if [[ $smoke ]]; then
   context=512
-  source=stdlib
+  source=${source:-stdlib}
   data=${data:-$out/data}
   files=${files:-$out/tasks}
   code=(--run-code --limit 16)
@@ -75,6 +76,7 @@ if [[ $smoke ]]; then
   rl=(--steps 2 --prompts 2 --samples 2 --eval-examples 4 --eval-samples 0)
   limit=(--limit 5)
 fi
+source=${source:-climbmix}
 
 say() { # prints, also into the log
   echo "$@" | tee -a "$out/log.txt"
@@ -84,8 +86,11 @@ minutes() { # of a number of seconds
   echo "$(($1 / 60)).$(($1 % 60 / 6))"
 }
 
+stages=() # that were called, in order
+
 # stage NAME COMMAND... runs a command once, and keeps its output and its time
 stage() {
+  stages+=("$1")
   local log=$out/logs/$1 start=$SECONDS status=0 command
   command=$(printf '%q ' "${@:2}")
   if [[ -e $log.done ]]; then
@@ -196,8 +201,8 @@ stage questions_rl python runs/questions.py "$out/rl"
     echo "- $run: $(grep -c '"correct": true' "$out/$run/questions.jsonl" || true)"
   done
   printf '\n## Minutes of each stage, over all attempts\n\n'
-  for times in "$out"/logs/*.seconds; do
-    echo "- $(basename "$times" .seconds): $(minutes "$(($(tr '\n' '+' <"$times")0))")"
+  for each in "${stages[@]}"; do
+    echo "- $each: $(minutes "$(($(tr '\n' '+' <"$out/logs/$each.seconds")0))")"
   done
 } | tee "$out/report.md"
 echo "The results are in $out. Chat with the model: python runs/serve.py $out/sft --page" \

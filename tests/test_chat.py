@@ -407,8 +407,8 @@ def test_user_errors(server, bpe, tmp_path, monkeypatch, capsys):  # noqa: F811
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
     for args, message in [
         ((), "RUN_DIR --endpoint is required"), (("run", "--endpoint", server.url), "not allowed with"),
-        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "nan"), "--temperature must"),
-        (("run", "--top-p", "1.1"), "--top-p from 0"),
+        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "nan"), "--temperature and "),
+        (("run", "--top-k", "-3"), "--top-k must"), (("run", "--top-p", "0"), "--top-p above 0"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit):
             chat_script.parse(args)

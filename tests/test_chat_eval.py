@@ -195,6 +195,22 @@ def test_the_command(bpe, files, tmp_path, capsys):
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
-    with pytest.raises(SystemExit):
-        evaluate(run_dir, "--tasks", "mmlo")
-    assert "is not one of" in capsys.readouterr().err
+    for flag, value, message in (("--tasks", "mmlo", "is not one of"), ("--limit", 0, "at least 1, found 0")):
+        with pytest.raises(SystemExit):
+            evaluate(run_dir, flag, value)
+        assert message in capsys.readouterr().err
+    assert chat_eval.parse(["run", "--tasks", "mmlu, gsm8k"]).tasks == ["mmlu", "gsm8k"]
+
+
+def test_room_for_an_answer(bpe):
+    """A question longer than the context is answered with half a context, not with one token."""
+    tokenizer = ts.Tokenizer(bpe)
+    config = tiny_config(vocab_size=tokenizer.vocab_size, max_seq_len=64, pack_tokens=64, bigram_rows=500)
+    generator = chat_eval.engine.Generator(random_model(config), tokenizer)
+    asked = []
+    generator.run = lambda completions: asked.extend(completions) or []
+    questions = [chat_tasks.Example(text, "7", chat_tasks.same_number("#### 7")) for text in ("a", "the rest " * 99)]
+    chat_eval.score_texts(generator, questions, "gsm8k", ALONE)
+    short, long = asked
+    assert short.prompt == chat_eval.chat_format.question_ids(tokenizer, "a") and short.max_tokens == 512
+    assert long.prompt == chat_eval.chat_format.question_ids(tokenizer, "the rest " * 99)[-32:]

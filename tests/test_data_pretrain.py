@@ -171,7 +171,7 @@ def test_interleaved_files(corpus, tmp_path):
     texts = encoding.decode(tokens).split(encoding.decode([441]))[1:]
     assert len(texts) == 60 and all(texts[i : i + 6].count(short[0]) in (1, 2, 3) for i in range(0, 60, 6))
     assert "already complete" in run(*flags, "--interleave").stdout
-    expect_error(run(*flags), "--interleave", True, None)
+    expect_error(run(*flags), "--interleave", True, "not given")
     expect_error(run(*settings(corpus, "x", "shards:x"), "--interleave"), "--interleave is for text")
 
 
@@ -237,6 +237,7 @@ def test_a_pattern_by_name(tmp_path):
         assert dataset.read_dataset(out)["pattern"] == name
         assert dataset.read_json(out / "tokenizer.json")["pattern"] == tokenizer.PATTERNS[name]
     expect_error(run(*flags, "--pattern", "qwen2", "--out", tmp_path / "llama3"), "--pattern", "qwen2")
+    expect_error(run("--source", source, "--out", tmp_path / "gpt4"), "was 300 before and is not given now")
     given = ["--tokenizer", tmp_path / "gpt4/tokenizer.json", "--out", tmp_path / "other"]
     expect_error(run(*flags, "--pattern", "qwen2", *given), "has --pattern gpt4, not qwen2; omit the flag")
 

@@ -300,6 +300,7 @@ def test_user_errors(data, tmp_path):
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
         (["--source", f"{path}:1000000000"], "at most 1000"),
         (["--source", "addition:0"], "or addition:COUNT[:DIGITS]"),
+        (["--source", "addition:9:19"], "at most 18 digits"),
         (["--source", one], "no train conversation is left; add different ones, raise weights or use --val-source"),
         (["--source", long, "--max-len", "20"], "check the file, or whether --max-len 20 truncates all answers"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),

@@ -91,6 +91,11 @@ def test_text(tmp_path, capsys):
     assert capsys.readouterr().err.count("x.Md has bytes that are not UTF-8") == 1, "one warning for two passes"
 
 
+def test_show_refuses_a_negative_number(tmp_path):
+    done = python(DATA / "sources.py", "--source", write(tmp_path / "x.jsonl", TEXTS), "--show", "-1")
+    assert done.returncode == 1 and done.stderr == "error: --show must be at least 0, found -1\n"
+
+
 def test_lists_globs_and_folders(tmp_path, capsys):
     a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
     for name in ("notes.docx", "UPPER.DOCX", "x.png"):

@@ -206,9 +206,20 @@ def test_speedrun_without_hugging_face(sandbox):
     assert done.returncode == 0 and "=== chat_eval: skipped" in done.stdout, done.stderr
     assert ran[0] == "data/pretrain.py --source pypi:p400 --out data/shards/p400"
     assert any(command.endswith("--source chat.jsonl --source addition:20") for command in ran)
-    assert "- base: 0.0\n" in (sandbox / "out/speedrun_small/report.md").read_text()
+    minutes = (sandbox / "out/speedrun_small/report.md").read_text().partition("## Minutes")[2]
+    assert re.findall(r"- (\w+): 0\.0", minutes) == [
+        *("data", "core", "base", "questions_base", "conversations", "sft", "chat_eval", "questions_sft", "rl"),
+        "questions_rl",
+    ]
     done, _ = start(sandbox, "speedrun_small.sh", "--name", "other", "--files", "mine", *flags)
     assert done.returncode == 1 and "skipped" not in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("flags", "source"), (((), "stdlib"), (("--source", "text.txt"), "text.txt")))
+def test_speedrun_smoke(sandbox, flags, source):
+    (sandbox / "README.md").write_text("some words\n")
+    _, ran = start(sandbox, "speedrun_small.sh", "--smoke", *flags)
+    assert ran[0] == f"data/pretrain.py --source {source} --vocab-size 4096 --workers 1 --out out/smoke/data"
 
 
 @pytest.mark.parametrize(
@@ -359,6 +370,8 @@ SMOKE = (
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
+    (r"--data data/shards/stdlib --source addition:20000", "--data data/shards/climbmix --source addition:200"),
+    (r"finetune.py out/quickstart --packs 2 (.*)", r"finetune.py out/base --packs 1 --steps 2 \1"),
     (r"addition:2000", "addition:200"),
     (r"(runs/finetune.py .*)", r"\1 --packs 1 --steps 2"),
     (r"(runs/chat.py out/\S+)", r"\1 --prompt Hello --max-tokens 4"),

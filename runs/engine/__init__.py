@@ -1,5 +1,6 @@
 """Decoding with a trained model: KV cache, prefill, sampling, continuous batching.
 
+    import engine  # from the top of the repository, in Python started with PYTHONPATH=runs
     run = engine.load_run("out/RUN")
     generator = engine.Generator(run.model, run.tokenizer)
     for delta in generator.stream_text("The sky is", max_tokens=100, temperature=0.8):

@@ -96,7 +96,7 @@ def decode_attention_kernel(
     p = tl.load(positions + slot).to(tl.int32)
     cell = tl.maximum(p, 0) % S
     stride = H * WIDTH  # from cell to cell
-    running = d < tl.where(p >= 0, WIDTH, 0)
+    running = d < tl.where(p >= 0, WIDTH, 0)  # all or none: whether the slot runs
     keys += (slot.to(tl.int64) * S * H + h) * WIDTH
     values += (slot.to(tl.int64) * S * H + h) * WIDTH
 
@@ -107,7 +107,7 @@ def decode_attention_kernel(
     if OFFSET:
         second_half = d >= WIDTH // 2
         tl.store(keys + (cell + 1) % S * stride + d, K, mask=running & second_half)
-        from_prev = second_half & (d < p * WIDTH)  # the first token has none before it
+        from_prev = second_half & (d < p * WIDTH)  # p > 0 as a mask: the first token has none before it
         K = tl.where(from_prev, tl.load(keys + cell * stride + d, mask=from_prev, other=0.0), K)
     tl.store(keys + cell * stride + d, K, mask=running)
     tl.store(values + cell * stride + d, V, mask=running)

@@ -421,4 +421,5 @@ class Graphs:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work(*arguments)
         self.recorded[key] = (graph, result)
+        # A copy, because recording computed nothing and each run of a key returns the same tensor.
         return result if first is None else result.copy_(first)

@@ -131,8 +131,10 @@ class Detokenizer:
         specials = tokenizer.specials
         self.call_tokens = {specials[name]: name for name in CALL_TOKENS if name in specials}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # "text", "python" in a call, "python_output" in its result, then "text". A call that is closed shows as [3*4
+        # until the next token says whether a result follows: [3*4 = 12], or none: [3*4].
         self.part = "text"
-        self.call_closed = False  # the call is written, and a result may follow
+        self.call_closed = False
         self.buffer: list[tuple[str, str]] = []  # characters, with their parts
         self.stopped = False  # by a stop string
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -21,6 +22,12 @@ def first_line(error: Exception) -> str:
 
 def print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses values of --temperature, --top-k (None: the default) and --top-p that cannot be sampled with."""
+    if not 0 <= args.temperature < math.inf or (args.top_k or 0) < 0 or not 0 < args.top_p <= 1:
+        parser.error("--temperature and --top-k must be at least 0, --top-p above 0 and at most 1")
 
 
 def is_main() -> bool:
