@@ -111,11 +111,9 @@ def download(path: Path) -> None:
 
 def read_tasks(bundle: Path) -> list[dict[str, Any]]:
     """The tasks of core.yaml with their random baselines."""
-    file = "eval_meta_data.csv"
     try:
-        table = csv.DictReader(io.StringIO(read_text(bundle, file), newline=""))
+        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
-        file = "core.yaml"
         tasks = [
             {
                 "label": str(task["label"]),
@@ -123,15 +121,14 @@ def read_tasks(bundle: Path) -> list[dict[str, Any]]:
                 "type": task["icl_task_type"],
                 "shots": int(task["num_fewshot"][0]),
                 "delimiter": str(task.get("continuation_delimiter", " ")),
-                "baseline": baselines.get(str(task["label"])),
+                "baseline": baselines[task["label"]],
             }
-            for task in yaml.safe_load(read_text(bundle, file))["icl_tasks"]
+            for task in yaml.safe_load(read_text(bundle, "core.yaml"))["icl_tasks"]
         ]
     except (ValueError, LookupError, TypeError, csv.Error, yaml.YAMLError) as problem:
-        fail(f"{file} of the bundle is damaged ({type(problem).__name__}: {problem}); {HINT}")
+        found = f"{type(problem).__name__}: {problem}"
+        fail(f"core.yaml or eval_meta_data.csv of the bundle is damaged ({found}); {HINT}")
     for task in tasks:
-        if task["baseline"] is None:
-            fail(f"eval_meta_data.csv has no row for {task['label']!r}, a task of core.yaml; {HINT}")
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
             fail(f"core.yaml has a bad task name {task['label']!r} or type {task['type']!r}; {HINT}")
     return tasks

@@ -341,7 +341,7 @@ POLAR_EXPRESS = (  # polynomials for four rounds, after arXiv 2505.16932
 
 
 def polar_express(x: Tensor) -> Tensor:
-    """Sets singular values to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
+    """Sets singular values of (..., R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
     if x.size(-2) > x.size(-1):
         return polar_express(x.mT).mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
