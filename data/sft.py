@@ -331,10 +331,10 @@ def is_val_sum(a: int, b: int) -> bool:
     return hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()[0] < 51
 
 
-def random_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
-    """Two numbers of exactly so many digits, of the training or of the validation part."""
+def random_sum(rng: random.Random, digits: tuple[int, int], split: str) -> tuple[int, int]:
+    """Two numbers of exactly so many digits each, of the training or of the validation part."""
     while True:
-        a, b = (rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for _ in "ab")
+        a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in digits)
         if is_val_sum(a, b) == (split == "val"):
             return a, b
 
@@ -355,10 +355,11 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
 
 
 def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Sums of numbers with 1 to `digits` digits."""
+    """Sums of two numbers, each with 1 to `digits` digits."""
     rng = random.Random(f"{seed} addition {split}")
     for _ in range(count):
-        yield conversation(*addition_texts(*random_sum(rng, rng.randint(1, digits), split)))
+        lengths = (rng.randint(1, digits), rng.randint(1, digits))
+        yield conversation(*addition_texts(*random_sum(rng, lengths, split)))
 
 
 # ==== encoding

@@ -129,9 +129,12 @@ def sum_example(a: int, b: int) -> Example:
 
 
 def addition_task(settings: Settings) -> Task:
+    """Sums of two numbers of exactly `digits` digits."""
+    lengths = (settings.digits, settings.digits)
+
     def train(step: int, place: int) -> Example:
         rng = random.Random(f"{settings.seed} {step} {place}")
-        return sum_example(*sft.random_sum(rng, settings.digits, "train"))
+        return sum_example(*sft.random_sum(rng, lengths, "train"))
 
     def reward(example: Example, text: str) -> float:
         if example.is_correct(text):
@@ -139,7 +142,7 @@ def addition_task(settings: Settings) -> Task:
         return settings.partial_credit * correct_digits(example.expected, text)
 
     rng = random.Random(0)  # not the seed of the run: held-out questions are always the same
-    pairs = [sft.random_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_examples)]
+    pairs = [sft.random_sum(rng, lengths, "val") for _ in range(20 * settings.eval_examples)]
     unique = list(dict.fromkeys(pairs))
     test = [sum_example(*pair) for pair in unique[: settings.eval_examples]]
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -227,13 +228,13 @@ def test_addition(data):
     assert sft.addition_texts(47, 85) == ("What is 47 + 85?", "7+5=12\n4+8+1=13\n#### 132")
     seen, rng = {"train": set(), "val": set()}, random.Random(0)
     for split, found in seen.items():
-        for digits in (1, 2, 3) * 300:
-            a, b = sft.random_sum(rng, digits, split)
-            assert len(str(a)) == len(str(b)) == digits
+        for lengths in [(1, 1), (2, 2), (3, 3), (1, 3), (3, 2)] * 200:
+            a, b = sft.random_sum(rng, lengths, split)
+            assert (len(str(a)), len(str(b))) == lengths
             found.add((min(a, b), max(a, b)))
             question, answer = sft.addition_texts(a, b)
             *columns, total = answer.split("\n")
-            assert question == f"What is {a} + {b}?" and total == f"#### {a + b}" and len(columns) == digits
+            assert question == f"What is {a} + {b}?" and total == f"#### {a + b}" and len(columns) == max(lengths)
             carry = 0
             for place, line in enumerate(columns):
                 left, _, right = line.partition("=")
@@ -241,6 +242,9 @@ def test_addition(data):
                 assert terms == [a // 10**place % 10, b // 10**place % 10] + [1] * carry and sum(terms) == int(right)
                 carry = int(right) // 10
     assert not seen["train"] & seen["val"] and len(seen["val"]) > 100
+    questions = [task["messages"][0]["content"] for task in sft.addition_tasks(2, 200, "train", 0)]
+    lengths = {tuple(map(len, re.findall("[0-9]+", question))) for question in questions}
+    assert lengths == {(1, 1), (1, 2), (2, 1), (2, 2)}
     assert sft.addition_texts(5, 995)[1] == "5+5=10\n0+9+1=10\n0+9+1=10\n#### 1000"
 
 

@@ -44,7 +44,7 @@ def source(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     talks = []
     for _ in range(400):
-        a, b = sft.random_sum(rng, 1, "train")
+        a, b = sft.random_sum(rng, (1, 1), "train")
         talks.append(chat(sft.addition_texts(a, b)[0], f"#### {a + b + (rng.random() < 0.65)}"))
     run_sft(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
     flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets(BASE)]
