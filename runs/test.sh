@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv with the test requirements, checks style (ruff) and runs the tests that need no GPU.
-# Arguments are passed to pytest:  bash runs/test.sh tests/test_model.py -k cache
+# Arguments are passed to pytest:  bash runs/test.sh tests/test_model.py -k attention
 # Time: 5 to 7 minutes on two cores, plus the first installation. It uses up to 4 cores, one test file each.
 # Result: the last line of pytest, and its exit code.
 set -euo pipefail
