@@ -3289,7 +3289,7 @@ def load_fa3_attention() -> Callable:
 
         flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
     except Exception as error:  # a missing package, no network, no build for this GPU
-        found = f"{type(error).__name__}: {str(error)[:120]}"
+        found = f"{type(error).__name__}: {error}"
         raise UserError(f"--attention fa3 cannot be loaded ({found}); omit it") from None
 
     def fa3_attention(windows, positions_T, cu_seqlens, max_doc) -> Callable:
