@@ -1,6 +1,6 @@
 """Writes an entry to baselines/ from finished runs that differ only in their seed.
 
-    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --baseline 2026-11-26_p34-h100 \\
+    python records/add.py out/a_0 out/a_1 out/a_2 --slug wider-mlp --baseline 2026-11-26_p34-h100 \\
         --hypothesis "..." --change "..." --dropped "..."
 
 Nothing is written unless the entry verifies and the script reproduces the Config of the runs from
@@ -49,12 +49,19 @@ for words in json.loads(sys.argv[2]):
 # ==== runs
 
 
+def model_of(run_dir: Path) -> str:
+    """Whose training script a run directory keeps: "small" or "medium"."""
+    for model in entry.SCRIPTS:
+        if (run_dir / f"train_{model}.py").is_file():
+            return model
+    raise UserError(f"{run_dir} has no training script; pass the directory of a run")
+
+
 def read_run(run_dir: Path, script: str) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": its future run_SEED.json}."""
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
-            hint = "it belongs to another track" if name == script else "pass the directory of a run"
-            raise UserError(f"{run_dir} has no {name}; {hint}")
+            raise UserError(f"{run_dir} has no {name}; pass directories of runs of one script")
     description = entry.read_description(run_dir)
     if description["command"] != "pretrain":
         raise UserError(f"{run_dir} is a run of {description['command']}; an entry is made of pretraining runs")
@@ -130,10 +137,10 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
 # ==== the entry
 
 
-def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) -> None:
+def build(runs: list[dict], model: str, args: argparse.Namespace, folder: Path, title: str) -> None:
     """Writes the entry to a temporary folder. Raises UserError if it does not verify."""
     first = runs[0]
-    script = f"train_{args.track}.py"
+    script = f"train_{model}.py"
     shutil.copyfile(first["dir"] / script, folder / script)
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     args_text = ""
@@ -150,7 +157,7 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
     (folder / "curve.csv").write_text(text.curve_csv(logs), encoding="utf-8")
 
     baseline = args.baseline and Path(args.baseline).name
-    record = entry.make_record(folder, args.track, baseline)
+    record = entry.make_record(folder, model, baseline)
     if baseline:
         other = entry.read_record(folder.parent / baseline)
         pair = [each["dataset"]["fingerprint"] for each in (other, record)]
@@ -187,7 +194,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="finished runs, one for each seed")
-    add("--track", required=True, choices=entry.SCRIPTS, help="training script")
     add("--slug", required=True, help="short name in lower case, e.g. wider-mlp")
     add("--baseline", metavar="ENTRY", help="entry to compare with, a folder of baselines/")
     add("--hypothesis", default="", help="what was expected, and why")
@@ -199,8 +205,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--slug {args.slug} must be lower-case words and digits joined by -, e.g. wider-mlp")
     if args.baseline and not (args.out / Path(args.baseline).name / "record.json").is_file():
         raise UserError(f"--baseline {args.baseline} is not an entry in {args.out}; pass the name of a folder there")
-    script = f"train_{args.track}.py"
-    runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
+    model = model_of(args.run_dirs[0])
+    runs = [read_run(run_dir, f"train_{model}.py") for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])
     final = args.out / f"{max(run['file']['date'] for run in runs)}_{args.slug}"
     if final.exists():
@@ -208,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        build(runs, args, temporary, final.name)
+        build(runs, model, args, temporary, final.name)
         os.rename(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -101,7 +101,8 @@ def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
         if not math.isclose(flops, other["mfu"] / other["tokens_per_second"], rel_tol=1e-6):
             out.append(f"rerun: step {line['step']} of the log states an MFU that does not belong to its tokens/s")
     # The first line may hold what a process does once.
-    first, last = mine[0], mine[-1]
+    first = mine[0]
+    last = mine[-1]
     span = last["train_seconds"] - first["train_seconds"]
     old = stated[last["step"]]["train_seconds"] - stated[first["step"]]["train_seconds"]
     text = f"steps {first['step']} to {last['step']} took {span:.2f} s, in the entry {old:.2f} s"

@@ -133,9 +133,9 @@ def folders(repo, fast_python):
     track = ["--dataset", "tiny", "--script", "small", "--tokens", "4608", "--device", device, "--max-seq-len", "64",
              "--val-tokens", "1500", "--made-by", "make", "--train", "train"]  # fmt: skip
     against = ["--baseline", "2026-11-22_base", "--hypothesis", "A lower rate is worse."]
-    typed("records/add.py", "out/a_0", "out/a_1", "out/a_2", "--track", "small", "--slug", "base")
+    typed("records/add.py", "out/a_0", "out/a_1", "out/a_2", "--slug", "base")
     typed("records/tracks.py", "add", "data/tiny", *track, "--first", "baselines/2026-11-22_base")
-    typed("records/add.py", "out/b_0", "out/b_1", "out/b_2", "--track", "small", "--slug", "a-low-rate", *against)
+    typed("records/add.py", "out/b_0", "out/b_1", "out/b_2", "--slug", "a-low-rate", *against)
     return repo / "baselines" / "2026-11-22_base", repo / "baselines" / "2026-11-22_a-low-rate"
 
 
@@ -434,6 +434,7 @@ REFUSALS = [
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
     ("a_0 a_1", log(r'{"step": 6, [^\n]*"loss"[^\n]*\n'), "step 9: tokens_per_second is "),
     ("a_0 a_1", lambda run_dir: os.remove(run_dir / "config.json"), "has no config.json"),
+    ("a_0 a_1", lambda run_dir: os.remove(run_dir / "train_small.py"), "has no train_small.py; pass"),
     ("a_0 a_1", config(overridden), "--adam-lr 0.001, run_0.json states @tiny.args"),
     ("a_0", config(overridden), "--adam-lr 0.001 overrides the recipe, which voids record status"),
     ("a_0", config(lambda c: c["flags"].append("--no-fp8")), "--no-fp8 in --log-every 3"),
@@ -456,7 +457,7 @@ def test_add_refuses(repo, tmp_path, names, spoil, words):
     run_dirs = [shutil.copytree(repo / "out" / name, tmp_path / f"{i}") for i, name in enumerate(names.split())]
     if spoil:
         spoil(run_dirs[-1])
-    message = refused(add, *run_dirs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    message = refused(add, *run_dirs, "--slug", "x", "--out", tmp_path / "new")
     assert words in message and not list(tmp_path.glob("new/*")), message
 
 
@@ -466,7 +467,7 @@ def copies(repo, tmp_path, *seeds) -> list[Path]:
 
 def added(tmp_path, *run_dirs) -> Path:
     """The folder of an entry that add.py has made of run directories."""
-    run(add, *run_dirs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    run(add, *run_dirs, "--slug", "x", "--out", tmp_path / "new")
     (folder,) = (tmp_path / "new").iterdir()
     assert rules.problems(folder) == []
     return folder
@@ -490,21 +491,21 @@ def test_add_reads_core(repo, tmp_path):
     swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
     assert any("record.json.runs[1].core is" in problem for problem in rules.problems(folder))
     core_table(runs[1], 0.4, count=5)
-    message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
+    message = refused(add, *runs, "--slug", "x", "--out", tmp_path / "other")
     assert "core_1.csv: it scores other examples than core_0.csv; score all runs alike" in message
     (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
     assert metrics.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
 
 def test_add_refuses_names(repo, folders, tmp_path):
-    runs = ["out/a_0", "out/a_1", "--track"]
-    assert "entries are never edited" in refused(add, *runs, "small", "--slug", "base")
-    assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
-    assert "--baseline nothing is not an entry" in refused(add, *runs, "small", "--slug", "x", "--baseline", "nothing")
-    assert "no train_medium.py; it belongs to another track" in refused(add, *runs, "medium", "--slug", "x")
+    runs = ["out/a_0", "out/a_1"]
+    assert "entries are never edited" in refused(add, *runs, "--slug", "base")
+    assert "--slug Wide_MLP" in refused(add, *runs, "--slug", "Wide_MLP")
+    assert "--baseline nothing is not an entry" in refused(add, *runs, "--slug", "x", "--baseline", "nothing")
+    assert "data has no training script" in refused(add, "data", "--slug", "x")
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
-    argv = [other, "--track", "small", "--slug", "x", "--baseline", "2026-11-22_base"]
+    argv = [other, "--slug", "x", "--baseline", "2026-11-22_base"]
     assert "that of 2026-11-22_base is" in refused(add, *argv)
     assert len(list((repo / "baselines").iterdir())) == 2
 
@@ -879,7 +880,7 @@ def test_gpus_of_an_entry(repo, folders, tmp_path):
             machine = {"device": "NVIDIA H200", "gpu_uuid": gpu, "script_sha256": digest}
             edit(run_dir / "config.json", lambda c, machine=machine: c["machine"].update(machine))
             swap(run_dir / "log.jsonl", r'"loss": [\d.]+', f'"loss": {9 + seed}.{len(name)}')
-        argv = [*runs, "--track", "small", "--slug", name, "--out", baselines, *baseline]
+        argv = [*runs, "--slug", name, "--out", baselines, *baseline]
         run(add, *argv)
         return baselines / f"2026-11-22_{name}"
 
