@@ -349,13 +349,14 @@ def decay_rule(most: float, lr: float, steps: int, total: float) -> float:
 class UpdateRule:
     """How one parameter is updated: a row of the parameter table."""
 
-    optimizer: str  # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest
+    # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest; see Optimizer.update()
+    optimizer: str
     lr_mult: float  # times Config.muon_lr or Config.adam_lr, times lr_multiplier()
     betas: tuple = ()  # two for Adam, one for RMSProp
-    # Cautious, and tied to the schedule: p -= lr * weight_decay * lr_multiplier() * p.
+    # Cautious: p -= lr * weight_decay * lr_multiplier() * p, where lr holds lr_multiplier() as well.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
-    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
+    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of an MLP's second matrix (records 36, 48)
     sparse: bool = False  # RMSProp: the gradient holds only the rows that this step looked up
     average: float = 0.0  # fraction of the average in the final weights
 
@@ -612,6 +613,7 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     loss = torch.zeros((), device=state.ranks.device)
     gradients = []  # of each micro-batch, a list over n-gram tables
     targets = max(batch.total_targets, 1)
+    # A tensor, as a CUDA graph would repeat the number of the first step.
     factor = torch.full_like(loss, state.loss_scale / targets)
     for i, micro_batch in enumerate(batch.micro_batches(state.micro_packs, state.ranks.device)):
         if state.graphs is None:
@@ -1111,6 +1113,7 @@ class GPT(nn.Module):
         x = F.embedding(tokens_T, self.embed)
 
         # N-grams: hashed, and signed so that collisions are nearly orthogonal (records 62, 83).
+        # In training micro_step() has looked up the rows, and only the signs are looked up here.
         ngram_TD = None
         if c.bigram_rows:
             hashes = self.hash_ngrams(tokens_T, previous_2T, positions_T)
@@ -1547,8 +1550,11 @@ class Optimizer:
         return Slot(name, param, rule, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, lr_multiplier: float, momentum: float) -> None:
-        """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed."""
+    def step(self, schedule: float, momentum: float) -> None:
+        """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed.
+
+        Args: schedule, momentum lr_multiplier() and muon_momentum() of this step
+        """
         slots = [slot for slot in self.slots if slot.param.grad is not None]
 
         # 1. Start to sum all gradients.
@@ -1560,7 +1566,7 @@ class Optimizer:
         gathers = []
         for gradient in gradients:
             gradient.wait()
-            own = self.update(gradient, lr_multiplier, momentum)
+            own = self.update(gradient, schedule, momentum)
             if gradient.slot.sharded:
                 gathers.append(self.start_gather(gradient.slot, own))
 
@@ -1583,23 +1589,23 @@ class Optimizer:
         """This rank's part of the parameter, to be written; None if the master is the parameter."""
         if slot.aliased:
             return None
-        # A slice is a copy with the old weights: RMSProp writes only rows with a gradient.
+        # It starts as a copy of the old weights, since RMSProp writes only rows with a gradient.
         return self.own_rows(slot, slot.param.detach().view(slot.shape))
 
-    def update(self, gradient: Pending, lr_multiplier: float, momentum: float) -> Tensor | None:
+    def update(self, gradient: Pending, schedule: float, momentum: float) -> Tensor | None:
         """Updates master and moments by the slot's rule; returns the own_param() that it wrote."""
         slot = gradient.slot
         rule = slot.rule
         slot.updates += 1
         own = self.own_param(slot)
         rate = self.config.muon_lr if rule.optimizer == "normuon" else self.config.adam_lr
-        lr = rate * rule.lr_mult * lr_multiplier
-        decay = rule.weight_decay * lr_multiplier
+        lr = rate * rule.lr_mult * schedule
+        decay = rule.weight_decay * schedule
         if rule.optimizer == "normuon":
             self.update_normuon(gradient, own, momentum, lr, decay)
         elif rule.optimizer == "rmsprop":
             (beta2,) = rule.betas
-            update_rows(
+            rmsprop_update(
                 slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index,
                 lr=lr, beta2=beta2, correction=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
             )  # fmt: skip
@@ -1653,7 +1659,8 @@ class Optimizer:
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
         """Starts to gather the rows of a sparse gradient, in the same order on all ranks."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
-        own_index, own_rows = grad._indices()[0], grad._values()
+        own_index = grad._indices()[0]
+        own_rows = grad._values()
         if self.ranks.world == 1:
             return Pending(slot, own_rows, own_index)
         index = own_index.new_empty(self.ranks.world * len(own_index))
@@ -3820,7 +3827,7 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
 # no update, which saves time over Adam
 
 
-def update_rows_ref(master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay):
+def rmsprop_update_ref(master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay):
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
     Args: master fp32 (R, C), or bf16, rounded stochastically; grad (R, C), or with index int64 (N,)
@@ -3853,11 +3860,11 @@ def update_rows_ref(master, grad, second_moment, param, index=None, *, lr, beta2
 
 
 @jit
-def update_rows_kernel(
+def rmsprop_update_kernel(
     master, grad, second_moment, param, index, order,
     N, C, lr, beta2, correction, eps, decay, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One row of the gradient a program; arguments as those of update_rows_ref.
+    """One row of the gradient a program; arguments as those of rmsprop_update_ref.
 
     A sparse gradient comes with its index in ascending order, and with the places in the gradient
     where its rows lie. The first program of equal rows adds them up, GROUP at a time.
@@ -3906,10 +3913,10 @@ def update_rows_kernel(
             tl.store(param + row * C + column, x.to(param.dtype.element_ty), mask=inside)
 
 
-def update_rows(master, grad, second_moment, param, index=None, **numbers) -> None:
-    """As update_rows_ref."""
+def rmsprop_update(master, grad, second_moment, param, index=None, **numbers) -> None:
+    """As rmsprop_update_ref."""
     if not use_triton(grad):
-        return update_rows_ref(master, grad, second_moment, param, index, **numbers)
+        return rmsprop_update_ref(master, grad, second_moment, param, index, **numbers)
     order = None
     if index is not None:
         index, order = index.sort(stable=True)
@@ -3917,7 +3924,7 @@ def update_rows(master, grad, second_moment, param, index=None, **numbers) -> No
     N, C = grad.shape
     tensors = (master, grad, second_moment, param, index, order)
     block = triton.next_power_of_2(C)
-    update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
+    rmsprop_update_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
 
 # -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the square is kept; the backward needs its root.

@@ -217,7 +217,7 @@ def ranges(state: ts.TrainState):
         (state, "forward", "step: forward"),
         (optimizer, "step", "step: optimizer"),
         (ts, "normuon_update", "step: NorMuon"),
-        (ts, "update_rows", "step: RMSProp"),
+        (ts, "rmsprop_update", "step: RMSProp"),
         (optimizer, "update_adam", "step: Adam"),
     )
     with contextlib.ExitStack() as stack:

@@ -81,7 +81,7 @@ def launches(script, config, quick: bool) -> None:
         for logits in (new(4, V), new(4, V).half()):
             script.softcap_ce(logits, targets, weights, weights, script.Softcap(*config.softcap))
         for index in (None, torch.arange(4)):  # a table that is its own master
-            script.update_rows(torch.zeros(4, D), new(4, D), torch.zeros(4), None, index, **NUMBERS)
+            script.rmsprop_update(torch.zeros(4, D), new(4, D), torch.zeros(4), None, index, **NUMBERS)
     q, k, v = new(T, 3, H, K).unbind(1)
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)

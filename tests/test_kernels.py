@@ -183,8 +183,8 @@ def test_update_rows(columns, with_weights, device):
     grad[::3] = 0
     grad[1] = math.nan
     start = torch.randn(40, columns, device=device)
-    got = updated(K.update_rows, start, grad, dtype=dtype if with_weights else None)
-    want = updated(K.update_rows_ref, start, grad, dtype=dtype if with_weights else None)
+    got = updated(K.rmsprop_update, start, grad, dtype=dtype if with_weights else None)
+    want = updated(K.rmsprop_update_ref, start, grad, dtype=dtype if with_weights else None)
     torch.testing.assert_close(got, want, equal_nan=True)
     master, square, *_ = got
     assert torch.equal(master[::3], start[::3]) and master[1].isnan().all()
@@ -202,8 +202,8 @@ def test_update_rows_of_a_sparse_gradient(columns, device):
     grad = torch.randn(len(index), columns, device=device).to(dtype)
     dense = torch.zeros(12, columns, dtype=torch.float64, device=device).index_add_(0, index, grad.double())
     start = torch.randn(12, columns, device=device)
-    found = updated(K.update_rows, start, grad, index, dtype)
-    summed = updated(K.update_rows_ref, start, dense.float(), None, dtype)
+    found = updated(K.rmsprop_update, start, grad, index, dtype)
+    summed = updated(K.rmsprop_update_ref, start, dense.float(), None, dtype)
     for got, want in zip(found, summed, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-3 if got.dtype == dtype else 1e-5, atol=1e-5)
     assert torch.equal(found[0][[0, 8, 9]], start[[0, 8, 9]])
@@ -223,16 +223,16 @@ def test_update_rows_rounds_bf16_stochastically(device):
         function(master, grad, torch.zeros(256, device=device), None, index, **numbers)
         return master.double()
 
-    exact = updated(K.update_rows_ref, torch.float32)
+    exact = updated(K.rmsprop_update_ref, torch.float32)
     step = torch.exp2(exact.abs().log2().floor() - 7)  # between numbers of 8 bits
-    for function in (K.update_rows, K.update_rows_ref):
+    for function in (K.rmsprop_update, K.rmsprop_update_ref):
         got = updated(function, torch.bfloat16)
         error = (got - exact) / step
         assert error.abs().max() < 1.001 and abs(error.mean()) < 4 / len(error.flatten()) ** 0.5
         assert (got - start.double()).abs().max() > 0 and torch.equal(got[index[::4]], start[index[::4]].double())
 
     # Small steps add up, though the rate is below half of the distance of numbers near 1; a NaN stays one.
-    for function in (K.update_rows, K.update_rows_ref):
+    for function in (K.rmsprop_update, K.rmsprop_update_ref):
         master, moment = torch.ones(8, 48, device=device).bfloat16(), torch.zeros(8, device=device)
         for k in range(1, 51):
             gradient = torch.full((8, 48), 1 + 0.01 * k, device=device)

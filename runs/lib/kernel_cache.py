@@ -65,11 +65,11 @@ def launch_kernels(script, config, dtype) -> None:
     script.sym_mm(square.mT)
     script.sym_mm(square, 0.5, 0.5, 0.5)
     numbers = dict.fromkeys(("lr", "beta2", "correction", "eps", "decay"), 0.5)
-    script.update_rows(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), None, **numbers)
+    script.rmsprop_update(torch.empty(16, D), new(16, D), torch.empty(16), new(16, D), None, **numbers)
     for C in (D, min(script.TRIGRAM_WIDTH, D)):  # tables with sparse gradients
         param = None if dtype == torch.bfloat16 else new(16, C)
         master = new(16, C) if param is None else torch.empty(16, C)  # in bf16 it is the table itself
-        script.update_rows(master, new(16, C), torch.empty(16), param, torch.arange(16), **numbers)
+        script.rmsprop_update(master, new(16, C), torch.empty(16), param, torch.arange(16), **numbers)
 
 
 def main() -> None:
