@@ -7,8 +7,9 @@ The server itself is measured with a model that takes little time, such as one o
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
 the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
 to the first token is from the start of a connection to the first event with text. "cpu us" is the processor time of the
-server for each token, from /metrics (Linux). The clients are threads of processes of
-their own, so that what is measured is the server. The last line is the result as JSON.
+server for each token, from /metrics (Linux); on a GPU it says little, since the worker spins while it waits for the
+device, and so takes about one second a second at any load. The clients are threads of processes of their own, so that
+what is measured is the server. The last line is the result as JSON.
 """
 
 import argparse

@@ -21,7 +21,8 @@ where response_format asks for JSON: call and result are in the text, as [3*4 = 
 With --api-key, or a key in the environment variable DECODERSTACK_API_KEY, all but / and /health needs "Authorization:
 Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS rebinding), Origin, if sent, must be
 the server itself or an --allow-origin (CORS), and a POST must be application/json. Texts are never logged. SIGTERM and
-Ctrl-C end the server once the running answers are complete, after --shutdown-timeout seconds at most.
+Ctrl-C end the server once the running answers are complete, after --shutdown-timeout seconds at most; a second one ends
+it at once.
 """
 
 import argparse
@@ -266,6 +267,12 @@ class Server(uvicorn.Server):
             if line.startswith("page: "):
                 self.page_url = line.removeprefix("page: ").strip()
 
+    def handle_exit(self, signum: int, frame) -> None:
+        """Ends the server once the running answers are complete; a second signal ends them with an error."""
+        if self.should_exit:
+            self.worker.stop()
+        self.should_exit = True
+
     async def shutdown(self, sockets=None) -> None:
         self.worker.draining = True
         asyncio.get_running_loop().call_later(self.shutdown_timeout, self.worker.stop)
@@ -295,7 +302,9 @@ async def failure(http_request: HTTPRequest, error: Exception) -> Response:
         return error.response()
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{http_request.method} {http_request.url.path[:100]}: {error.detail}"
-        if error.status_code == 404 and not http_request.url.path.startswith("/v1/"):
+        if error.status_code == 404 and http_request.url.path.startswith("/v1/"):
+            message += "; this server has chat/completions, completions and models"
+        elif error.status_code == 404:
             message += "; the base URL of the API ends with /v1"
         response = APIError(error.status_code, message).response()
         response.headers.update(error.headers or {})
@@ -342,8 +351,7 @@ def main() -> int:
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         print_note("note: everyone who can reach this address can use the model; set a key with --api-key")
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn handles them while it runs, and raises them again once it is done.
-        signal.signal(signum, lambda *_: setattr(server, "should_exit", True))
+        signal.signal(signum, server.handle_exit)  # as uvicorn does while it runs
     print(f"{server.name}: {base_url(host, port)} ({sizes})", flush=True)
     if args.page:  # a process that prints its address once it is ready, and ends with this one
         url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)

@@ -640,6 +640,8 @@ def test_bad_bodies(chat_server):
         assert reply.status_code == status and path in reply.json()["error"]["message"]
     reply = httpx2.post(chat_server.url + "/chat/completions", json={}).json()["error"]["message"]
     assert reply == "POST /chat/completions: Not Found; the base URL of the API ends with /v1"
+    reply = httpx2.post(chat_server.url + "/v1/responses", json={}).json()["error"]["message"]
+    assert reply == "POST /v1/responses: Not Found; this server has chat/completions, completions and models"
     neutral = {"user": "me", "tools": [], "logprobs": False, "presence_penalty": 0, "n": None, "stop": None,
                "metadata": {"a": "b"}, "response_format": {"type": "text"}, "chat_template_kwargs": {"x": True},
                "cache_prompt": True, "parallel_tool_calls": False, "id_slot": -1, "repeat_penalty": 1.0,
@@ -822,16 +824,18 @@ def test_bench(chat_server):
         (32, 4, 0), (16, 2, 0)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("signum", "timeout"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 60)])
-def test_signals_end_it_cleanly(runs, fast_python, signum, timeout):
-    """Running answers get --shutdown-timeout seconds, then an error; no new requests, no stderr, exit code 0."""
+@pytest.mark.parametrize(("signum", "timeout", "count"), [
+    (signal.SIGTERM, 0.2, 1), (signal.SIGINT, 60, 1), (signal.SIGINT, 60, 2)])  # fmt: skip
+def test_signals_end_it_cleanly(runs, fast_python, signum, timeout, count):
+    """Running answers get --shutdown-timeout seconds or until a second signal, then an error; exit code 0."""
+    is_cut = timeout < 1 or count > 1
     flags = ["--port", "0", "--max-num-seqs", "2", "--shutdown-timeout", str(timeout), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([fast_python, str(SCRIPT), str(runs[False]), *flags], **pipes)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r"base: (http://127\.0\.0\.1:\d+) \(2 slots, context 512, completions\)\n", line)[1]
-        body = {"prompt": ["the"] * (60 if timeout < 1 else 4), "max_tokens": 500, "stream": True, "temperature": 2}
+        body = {"prompt": ["the"] * (60 if is_cut else 4), "max_tokens": 500, "stream": True, "temperature": 2}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
             parts = reply.iter_text()
             text = next(parts)
@@ -839,9 +843,11 @@ def test_signals_end_it_cleanly(runs, fast_python, signum, timeout):
             time.sleep(0.3)
             with pytest.raises(httpx2.ConnectError):
                 httpx2.get(f"{url}/health")
+            if count > 1:
+                process.send_signal(signum)
             text += "".join(parts)
         last = events(text)[-1]
-        assert last == "[DONE]" if timeout > 1 else "the server is stopping" in last["error"]["message"]
+        assert "the server is stopping" in last["error"]["message"] if is_cut else last == "[DONE]"
         assert process.wait(20) == 0 and process.communicate() == ("", "")
     finally:
         process.kill()
