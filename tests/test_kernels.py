@@ -177,7 +177,7 @@ def updated(update, start, gradient, rows=None, dtype=None) -> list:
 @devices
 @pytest.mark.parametrize("with_weights", [True, False])
 @pytest.mark.parametrize("columns", [48, 768, 70])
-def test_update_rows(columns, with_weights, device):
+def test_rmsprop_update(columns, with_weights, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     grad = torch.randn(40, columns, device=device).to(dtype)
     grad[::3] = 0
@@ -193,7 +193,7 @@ def test_update_rows(columns, with_weights, device):
 
 @devices
 @pytest.mark.parametrize("columns", [48, 70])
-def test_update_rows_of_a_sparse_gradient(columns, device):
+def test_rmsprop_update_of_a_sparse_gradient(columns, device):
     """As a dense gradient whose rows are sums: rows read once, 2 to 11 times and never, in any order."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     times = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 0, 0, 11, 1])
@@ -210,7 +210,7 @@ def test_update_rows_of_a_sparse_gradient(columns, device):
 
 
 @devices
-def test_update_rows_rounds_bf16_stochastically(device):
+def test_rmsprop_update_rounds_bf16_stochastically(device):
     """Each weight goes to one of the two numbers beside the exact one, and the mean stays; no gradient, no change."""
     start = torch.randn(256, 48, device=device).bfloat16()
     grad = torch.rand(256, 48, device=device).bfloat16() + 0.5

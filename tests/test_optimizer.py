@@ -1,5 +1,6 @@
 """NorMuon, RMSProp and Adam against textbook versions, the parameter table, and the schedules."""
 
+import dataclasses
 import functools
 import math
 
@@ -154,7 +155,9 @@ def test_every_parameter_has_a_policy(config):
 def test_optimizer_step_applies_the_table(config, rows, down):
     """Two steps on a whole model: for every parameter the textbook update with the rates of its row."""
     model, table = random_model(config), script(config).parameter_table(config)
-    optimizer = script(config).build_optimizer(model, config)
+    for name, rule in table.items():  # so large that a wrong decay shows
+        table[name] = dataclasses.replace(rule, weight_decay=30 * rule.weight_decay)
+    optimizer = script(config).build_optimizer(model, config, table)
     muon, tables, adam = {}, {}, {}
     for name, param in model.named_parameters():
         rule, weights = table[name], param.detach().clone()
