@@ -35,9 +35,9 @@ launch=(python)
 source runs/lib/launch.sh
 train train_small.py "$run" @runs/cpu.args "$@"
 
-# -- results. At low temperatures a model this small repeats itself.
+# -- results
 echo
-echo "=== Python written by the model"
+echo "=== Python written by the model at temperature 0.9 (the samples in report.md, at 0.5, repeat themselves)"
 python runs/sample.py "$run" --tokens 80 --temperature 0.9 \
   --prompt $'class Queue:\n    """' --prompt $'def read(self, size=-1):\n    """' --prompt $'class Error(Exception):\n'
 echo
