@@ -6,14 +6,16 @@
 #     bash runs/quickstart.sh --steps 20    a smoke test; flags go to train_small.py, and the run has its own directory
 #
 # Time: 5 to 9 minutes on two cores, 4 to 7 of them training, plus the first installation (250 MB to download, 1.1 GB on
-# disk on Linux without a GPU). Result: out/quickstart/ with report.md and curve.png, about 1.13 to 1.15 bpb. After an
-# interruption, run it again: training continues. When it is finished, it shows its results again.
+# disk on Linux without a GPU). If other programs use the cores, put OMP_NUM_THREADS=1 before the command. Result:
+# out/quickstart/ with report.md and curve.png, 1.13 to 1.15 bpb. After an interruption, run it again with the same
+# flags: training continues. When it is finished, it shows its results again.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case " $* " in *" --run-dir"* | *" --resume "*)
-  echo "error: quickstart.sh sets --run-dir and --resume itself; to choose them, run python train_small.py" >&2
+  echo "error: quickstart.sh sets --run-dir and --resume itself; leave them out to continue a run, or run python" \
+    "train_small.py to choose a directory" >&2
   exit 2
   ;;
 esac
@@ -33,9 +35,9 @@ launch=(python)
 source runs/lib/launch.sh
 train train_small.py "$run" @runs/cpu.args "$@"
 
-# -- results. At low temperatures a model this small repeats itself.
+# -- results
 echo
-echo "=== Python written by the model"
+echo "=== Python written by the model at temperature 0.9 (the samples in report.md, at 0.5, repeat themselves)"
 python runs/sample.py "$run" --tokens 80 --temperature 0.9 \
   --prompt $'class Queue:\n    """' --prompt $'def read(self, size=-1):\n    """' --prompt $'class Error(Exception):\n'
 echo
