@@ -271,6 +271,8 @@ class Server(uvicorn.Server):
         """Ends the server once the running answers are complete; a second signal ends them with an error."""
         if self.should_exit:
             self.worker.stop()
+        elif self.worker.sequences:
+            print_note("note: running answers end first; Ctrl-C again stops them")
         self.should_exit = True
 
     async def shutdown(self, sockets=None) -> None:
