@@ -281,11 +281,11 @@ def stage_rule(config: Config) -> tuple:
 class UpdateRule:
     """How one parameter is updated: a row of the parameter table."""
 
-    # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest; see Optimizer.update()
+    # "normuon" for matrices, "rmsprop" for large tables, else "adam"; see Optimizer.update()
     optimizer: str
     lr_mult: float  # times Config.muon_lr or Config.adam_lr, times lr_multiplier()
     betas: tuple = ()  # two for Adam, one for RMSProp
-    # Cautious: p -= lr * weight_decay * lr_multiplier() * p, where lr holds lr_multiplier() as well.
+    # Cautious: p -= lr * weight_decay * lr_multiplier() * p; lr holds lr_multiplier() as well.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of an MLP's second matrix (records 36, 48)
@@ -4245,7 +4245,7 @@ def norm_rotate_grad_kernel(
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients before norm and rotation: without `out` their `largest`, of a sample; then with `out` all.
+    """Gradients before norm and rotation; without `out` only the `largest` of a sample.
 
     A program computes BR rows, heads of every `every`-th token, from what linear_rotate returned and
     dq, dk, dv (T, H, K). out e5m2 (N, 3, H, K) is divided by g_scale, which comes from `largest`.
