@@ -178,13 +178,15 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
         spec.loader.exec_module(script)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").symlink_to(dataset_dir)
+    (tmp_path / "runs").symlink_to(ROOT / "runs")
     stop_at(monkeypatch, 6, script=script)
     assert script.main(flags("data", run_dir)) == 1
     assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source != path.read_bytes()
     assert ts.read_description(run_dir)["machine"]["script_sha256"] == ts.hashlib.sha256(source).hexdigest()
-    # The run directory alone suffices, from any folder; --data is that of the folder where the run began.
+    # The run directory alone suffices, from any folder; data and report's tool are those where the run began.
     done = python(run_dir / "train_small.py", "--resume", cwd="/")
     assert done.returncode == 0, done.stderr
+    assert (run_dir / "report.md").is_file(), done.stdout
     for name in ts.CHECKPOINT_FILES:
         assert files_of(run_dir, 12)[name] == files_of(finished, 12)[name]
     assert [start["step"] for start in ts.read_description(run_dir)["starts"]] == [0, 6]
@@ -304,6 +306,7 @@ def test_tensors_are_those_that_were_written(tmp_path):
     ("what", "message"),
     [
         ("script", "started with a different train_small.py; continue it with"),
+        ("train_medium.py", "is a run of train_medium.py; continue it with python train_medium.py --resume --run-dir"),
         ("data", "is not the data that"),
         ("tokenizer", "is not the data that"),  # one of the same size
         (["--cooldown", "0.3"], "--resume cannot change --cooldown: "),
@@ -317,6 +320,8 @@ def test_another_run_is_not_resumed(run_dir, tmp_path, monkeypatch, what, messag
     argv = ["--resume", "--run-dir", run_dir, "--steps", "7"]
     if what == "script":
         monkeypatch.setattr(ts, "SOURCE", ts.SOURCE + b"\n")
+    elif what == "train_medium.py":
+        (run_dir / "train_small.py").rename(run_dir / what)
     elif what == "data":
         argv += ["--data", write_dataset(tmp_path / "other", words=((900, 40, 700), (800, 90)))]
     elif what == "tokenizer":
