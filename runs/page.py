@@ -185,8 +185,10 @@ def chat_page(client, model: str):
     """A chat: conversations at the left, settings at the right."""
     async def answer(message: str, history: list[dict], system: str, *values):
         messages = []
-        for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
-            text = "".join(part["text"] for part in turn["content"])
+        for turn in [*history, {"role": "user", "content": message}]:
+            text = turn["content"]
+            if not isinstance(text, str):  # a browser's history has lists of parts, that of gradio_client has texts
+                text = "".join(part["text"] for part in text)
             text = text.replace(CALL_START, "").replace(CALL_END, "").replace(JOINER, "")
             if not turn.get("metadata"):
                 messages.append({"role": turn["role"], "content": text})
