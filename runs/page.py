@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.command import RunError, run_command
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -37,7 +39,6 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
-from lib.command import RunError, run_command
 from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
