@@ -276,7 +276,8 @@ def show(args: argparse.Namespace) -> None:
     except (openai.OpenAIError, ValueError, IndexError) as error:
         raise RunError(f"{args.url} lists no model ({error_message(error)}); check the address") from None
     except OSError as error:
-        raise RunError(f"cannot listen on {args.host} ({error}); choose another --host or --port") from None
+        reason = str(error).partition(". ")[0]  # gradio adds advice about its own settings
+        raise RunError(f"cannot listen on {args.host} ({reason}); choose another --host or --port") from None
     print(f"page: {url}", flush=True)
     server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one
     with contextlib.suppress(KeyboardInterrupt):
