@@ -190,6 +190,7 @@ def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocab
         advice = "train on a dataset of `data/pretrain.py --pattern qwen2`"
         raise RunError(f"llama.cpp does not support the split pattern of this run's tokenizer; {advice}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, fields["num_hidden_layers"])
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
