@@ -2283,9 +2283,6 @@ def finish(run: Run) -> dict:
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
-    path = run.run_dir / "result.json"
-    if run.ranks.is_main and (is_new or not path.exists()):
-        write_atomically(path, json.dumps(result, indent=1).encode())
     # The report is made while the checkpoint is written.
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save, run) if is_new and run.job.config.save_every >= 0 else None
@@ -2293,6 +2290,10 @@ def finish(run: Run) -> dict:
             report(run, result)
     if saving:
         saving.result()  # raises what went wrong
+    # Last, since it says that the run is complete.
+    path = run.run_dir / "result.json"
+    if run.ranks.is_main and (is_new or not path.exists()):
+        write_atomically(path, json.dumps(result, indent=1).encode())
     if run.log.wandb is not None:
         run.log.wandb.finish()
     return result
@@ -2309,7 +2310,7 @@ def report(run: Run, result: dict) -> None:
         import report as tool
 
         tool.write_report(run.run_dir, live=live, result=result)
-    except Exception as error:  # whatever it is, the result is written
+    except Exception as error:  # whatever it is, the run ends well
         run.log.say(f"no report ({error!r}); for one: python runs/report.py {run.run_dir}")
 
 

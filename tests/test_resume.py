@@ -286,6 +286,24 @@ def test_a_first_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "run", finished)
 
 
+def test_a_last_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):
+    """The run is not taken for complete: it has no result, and --resume trains the steps since the save before."""
+    run_dir = tmp_path / "run"
+    save = ts.save
+
+    def full_disk(run):
+        if run.state.step == 12:
+            raise OSError(errno.ENOSPC, "No space left")
+        save(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ts, "save", full_disk)
+        assert "No space left" in refused(*flags(dataset_dir, run_dir))
+    assert saved(run_dir)[-1] == 9 and not (run_dir / "result.json").exists()
+    passes("--resume", "--run-dir", run_dir)
+    assert_same_run(run_dir, finished)
+
+
 def test_tensors_are_those_that_were_written(tmp_path):
     """By the library that everybody reads them with; the sha256 is that of the file."""
     written = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in ts.SAFETENSORS_NAMES}
