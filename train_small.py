@@ -2196,9 +2196,6 @@ def finish(run: Run) -> dict:
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
-    path = run.run_dir / "result.json"
-    if run.ranks.is_main and (is_new or not path.exists()):
-        write_atomically(path, json.dumps(result, indent=1).encode())
     # The report is made while the checkpoint is written.
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save, run) if is_new and run.job.config.save_every >= 0 else None
@@ -2206,6 +2203,10 @@ def finish(run: Run) -> dict:
             report(run, result)
     if saving:
         saving.result()  # raises what went wrong
+    # Last, since it says that the run is complete.
+    path = run.run_dir / "result.json"
+    if run.ranks.is_main and (is_new or not path.exists()):
+        write_atomically(path, json.dumps(result, indent=1).encode())
     if run.log.wandb is not None:
         run.log.wandb.finish()
     return result
@@ -2213,14 +2214,16 @@ def finish(run: Run) -> dict:
 
 def report(run: Run, result: dict) -> None:
     """Writes report.md, curve.png and samples, if runs/report.py is there."""
-    sys.path.append(str(Path(__file__).resolve().parent / "runs"))
     config = run.job.config
     live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
     try:
+        # Beside this script, or for the copy in a run directory where that run began.
+        for folder in (Path(__file__).resolve().parent, Path(read_description(run.run_dir)["folder"])):
+            sys.path.append(str(folder / "runs"))
         import report as tool
 
         tool.write_report(run.run_dir, live=live, result=result)
-    except Exception as error:  # whatever it is, the result is written
+    except Exception as error:  # whatever it is, the run ends well
         run.log.say(f"no report ({error!r}); for one: python runs/report.py {run.run_dir}")
 
 
@@ -3101,11 +3104,15 @@ def make_config(args: argparse.Namespace) -> Config:
         args.run_dir = str(Path(__file__).parent)
         found = (Path(args.run_dir) / "config.json").is_file()
         require(found, "--resume needs --run-dir with the run to continue")
-    command = read_description(Path(args.run_dir))["command"]
+    run_dir = Path(args.run_dir)
+    command = read_description(run_dir)["command"]
+    tool = Path(__file__).name
     if command != "pretrain":
         tool = f"runs/encoder/{command}.py" if command.endswith("encoder") else f"runs/{command}.py"
-        way = f"python {tool} --resume --run-dir {args.run_dir}"
-        raise UserError(f"{args.run_dir} is a run of {tool}; continue it with {way}")
+    elif not (run_dir / tool).is_file():
+        tool = next((path.name for path in run_dir.glob("train_*.py")), tool)
+    if tool != Path(__file__).name:
+        raise UserError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
     return resumed_config(args)
 
 

@@ -127,7 +127,7 @@ def convert(run: Run, run_dir: Path, for_llama_cpp: bool) -> tuple[dict, dict[st
     reason = export_portable.why_not_portable(model)
     if not reason:
         return export_portable.qwen_config(c), export_portable.qwen_weights(model)
-    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern qwen2`"
+    advice = export_portable.HOW_TO_TRAIN
     if for_llama_cpp:
         raise RunError(f"llama.cpp does not support the architecture of {run_dir} ({reason}); {advice}")
     if c.swiglu or c.rotary_full or not c.softcap:
@@ -157,7 +157,8 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
 
 def classify(folder: Path) -> str:
     """What a folder holds: an "export" of this command, an "encoder" run, or a "run" of anything else."""
-    if any(folder.glob("*.safetensors")):
+    is_checkpoint = (folder / "state.json").is_file()
+    if any(folder.glob("*.safetensors")) and not is_checkpoint:
         return "export"
     config = folder / "config.json"
     if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("command", "").endswith("_encoder"):

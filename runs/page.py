@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.command import RunError, run_command
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -37,7 +39,6 @@ if __name__ == "__main__":
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
 import gradio as gr
 import openai
-from lib.command import RunError, run_command
 from lib.openai_client import client_options, error_message, is_context_full
 from lib.web_origin import foreign_host, foreign_origin
 from starlette.datastructures import Headers
@@ -185,8 +186,10 @@ def chat_page(client, model: str):
     """A chat: conversations at the left, settings at the right."""
     async def answer(message: str, history: list[dict], system: str, *values):
         messages = []
-        for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
-            text = "".join(part["text"] for part in turn["content"])
+        for turn in [*history, {"role": "user", "content": message}]:
+            text = turn["content"]
+            if not isinstance(text, str):  # a browser's history has lists of parts, that of gradio_client has texts
+                text = "".join(part["text"] for part in text)
             text = text.replace(CALL_START, "").replace(CALL_END, "").replace(JOINER, "")
             if not turn.get("metadata"):
                 messages.append({"role": turn["role"], "content": text})
@@ -273,7 +276,8 @@ def show(args: argparse.Namespace) -> None:
     except (openai.OpenAIError, ValueError, IndexError) as error:
         raise RunError(f"{args.url} lists no model ({error_message(error)}); check the address") from None
     except OSError as error:
-        raise RunError(f"cannot listen on {args.host} ({error}); choose another --host or --port") from None
+        reason = str(error).partition(". ")[0]  # gradio adds advice about its own settings
+        raise RunError(f"cannot listen on {args.host} ({reason}); choose another --host or --port") from None
     print(f"page: {url}", flush=True)
     server = os.environ.get("DECODERSTACK_SERVER")  # the process that started this one
     with contextlib.suppress(KeyboardInterrupt):

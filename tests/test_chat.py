@@ -284,6 +284,7 @@ def test_endpoint(server, monkeypatch):
     ("reply", "message", "kept"),
     [
         ((400, "application/json", b'{"error": {"message": "too long"}}'), "answered 400: too long", 0),
+        ((401, "application/json", b'{"error": {"message": "no key"}}'), "no key; set the environment variable", 0),
         ((500, "text/html", b"<b>broken</b>"), "answered 500: <b>broken</b>", 0),
         ((404, "application/json", b'{"detail": "Not Found"}'), "answered 404: {\"detail\"", 0),
         ((200, "text/event-stream", b"data: {nonsense\n\n"), "not the OpenAI chat protocol", 0),

@@ -53,6 +53,22 @@ def test_an_interrupted_command(capsys):
     assert ended(capsys, fails_with(KeyboardInterrupt())) == (130, "", "\nstopped\n")
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    (
+        ("import no_such_package", "error: the package no_such_package is not installed in "),
+        ("1 / 0", "Traceback (most recent call last):"),
+    ),
+)
+def test_a_missing_package_is_one_line(code, message):
+    """Commands import packages before run_command() can explain an error."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "runs")}
+    command = [sys.executable, "-c", f"import lib.command; {code}"]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(message)
+    assert (done.stderr.count("\n") == 1) == message.startswith("error")
+
+
 @pytest.mark.parametrize("work", ("print('text', flush=True)", "print('text')", "dict(a=1)", "None"))
 def test_a_reader_that_ends_before_the_command(work):
     """As head may: no message, and none by Python at its end either."""

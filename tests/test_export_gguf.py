@@ -149,6 +149,10 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
     fails(tmp_path, "--gguf", new, "merge adapters into the model first")
     fails(tmp_path, "--out", new, "is already an export")
+    (checkpoint,) = run_dir.glob("checkpoints/*")
+    fails(checkpoint, "--out", new, "is not a run directory")
+    export_run(default, tmp_path / "default_hf")
+    fails(tmp_path / "default_hf", "--gguf", new, "a DecoderStackForCausalLM; train with @runs/portable.args")
     with monkeypatch.context() as patch:
         patch.setattr(export_portable, "add_vocabulary", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         fails(run_dir, "--gguf", new, "No space")

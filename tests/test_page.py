@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+import gradio_client
 import httpx2
 import openai
 import pytest
@@ -187,6 +188,16 @@ def test_an_answer_streams_in(chat_server, pages, browse, bodies):
     until(lambda: bots(page) == ["other"])
     width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert width[0] <= width[1], "nothing is wider than the window"
+
+
+def test_gradio_client_keeps_the_conversation(chat_server, pages, bodies):
+    """A Python program in place of a browser: the second request holds the first question and its answer."""
+    client = gradio_client.Client(pages[0], verbose=False, analytics_enabled=False)
+    for question in ("one", "two"):
+        with script(chat_server, chat_server.server.tokenizer.encode("yes")):
+            answer, _ = client.predict(question, api_name="/answer")
+        assert answer == ["yes"]
+    assert [one["content"] for one in bodies[-1]["messages"]] == ["one", "yes", "two"]
 
 
 def test_markup(chat_server, pages, browse, bodies):

@@ -178,13 +178,15 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
         spec.loader.exec_module(script)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").symlink_to(dataset_dir)
+    (tmp_path / "runs").symlink_to(ROOT / "runs")
     stop_at(monkeypatch, 6, script=script)
     assert script.main(flags("data", run_dir)) == 1
     assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source != path.read_bytes()
     assert ts.read_description(run_dir)["machine"]["script_sha256"] == ts.hashlib.sha256(source).hexdigest()
-    # The run directory alone suffices, from any folder; --data is that of the folder where the run began.
+    # The run directory alone suffices, from any folder; data and report's tool are those where the run began.
     done = python(run_dir / "train_small.py", "--resume", cwd="/")
     assert done.returncode == 0, done.stderr
+    assert (run_dir / "report.md").is_file(), done.stdout
     for name in ts.CHECKPOINT_FILES:
         assert files_of(run_dir, 12)[name] == files_of(finished, 12)[name]
     assert [start["step"] for start in ts.read_description(run_dir)["starts"]] == [0, 6]
@@ -284,6 +286,24 @@ def test_a_first_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "run", finished)
 
 
+def test_a_last_save_that_failed(dataset_dir, finished, tmp_path, monkeypatch):
+    """The run is not taken for complete: it has no result, and --resume trains the steps since the save before."""
+    run_dir = tmp_path / "run"
+    save = ts.save
+
+    def full_disk(run):
+        if run.state.step == 12:
+            raise OSError(errno.ENOSPC, "No space left")
+        save(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ts, "save", full_disk)
+        assert "No space left" in refused(*flags(dataset_dir, run_dir))
+    assert saved(run_dir)[-1] == 9 and not (run_dir / "result.json").exists()
+    passes("--resume", "--run-dir", run_dir)
+    assert_same_run(run_dir, finished)
+
+
 def test_tensors_are_those_that_were_written(tmp_path):
     """By the library that everybody reads them with; the sha256 is that of the file."""
     written = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in ts.SAFETENSORS_NAMES}
@@ -304,6 +324,7 @@ def test_tensors_are_those_that_were_written(tmp_path):
     ("what", "message"),
     [
         ("script", "started with a different train_small.py; continue it with"),
+        ("train_medium.py", "is a run of train_medium.py; continue it with python train_medium.py --resume --run-dir"),
         ("data", "is not the data that"),
         ("tokenizer", "is not the data that"),  # one of the same size
         (["--cooldown", "0.3"], "--resume cannot change --cooldown: "),
@@ -317,6 +338,8 @@ def test_another_run_is_not_resumed(run_dir, tmp_path, monkeypatch, what, messag
     argv = ["--resume", "--run-dir", run_dir, "--steps", "7"]
     if what == "script":
         monkeypatch.setattr(ts, "SOURCE", ts.SOURCE + b"\n")
+    elif what == "train_medium.py":
+        (run_dir / "train_small.py").rename(run_dir / what)
     elif what == "data":
         argv += ["--data", write_dataset(tmp_path / "other", words=((900, 40, 700), (800, 90)))]
     elif what == "tokenizer":

@@ -15,6 +15,18 @@ class RunError(Exception):
     """Something the user can fix. The message is one sentence: what is wrong, and what to do."""
 
 
+def explain_missing_package(kind: type, error: BaseException, trace) -> None:
+    """One sentence in place of a traceback; a sys.excepthook, as commands import packages before run_command()."""
+    if kind is ModuleNotFoundError:
+        way = "activate the .venv that has it, or run pip install -r requirements.txt"
+        print_note(f"error: the package {error.name} is not installed in {sys.prefix}; {way}")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = explain_missing_package
+
+
 def first_line(error: Exception) -> str:
     """What an error says, for a message of one sentence."""
     return next(iter(str(error).splitlines()), repr(error))

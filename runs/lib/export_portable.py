@@ -28,6 +28,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 from tokenizer import PATTERNS
 
+HOW_TO_TRAIN = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern qwen2`"
 HOW_TO_RUN = Path(__file__).with_name("export_gguf.jinja")
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # llama.cpp's names
@@ -159,11 +160,12 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, Tensor], Vocabulary]:
     try:
         fields, settings, content = (json.loads((folder / name).read_text(encoding="utf-8")) for name in files)
         split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        if fields["architectures"] != ["Qwen3ForCausalLM"]:
-            raise ValueError(f"its architecture is {fields['architectures']}")
+        (architecture,) = fields["architectures"]
     except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
         advice = "merge adapters into the model first, and save model and tokenizer in one folder"
         raise RunError(f"{folder} is not a finetuned portable export ({error}); {advice}") from None
+    if architecture != "Qwen3ForCausalLM":
+        raise RunError(f"llama.cpp does not support {folder}, a {architecture}; {HOW_TO_TRAIN}")
 
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -188,6 +190,7 @@ def write_gguf(args, fields: dict, tensors: dict[str, Tensor], vocabulary: Vocab
         advice = "train on a dataset of `data/pretrain.py --pattern qwen2`"
         raise RunError(f"llama.cpp does not support the split pattern of this run's tokenizer; {advice}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, fields["num_hidden_layers"])
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         writer = gguf.GGUFWriter(part, "qwen3")

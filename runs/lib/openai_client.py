@@ -28,7 +28,8 @@ def error_message(error: Exception) -> str:
     message = isinstance(error.body, dict) and error.body.get("message")
     if not isinstance(error, openai.APIStatusError):
         return f"the server stopped: {message or error.message}"
-    return f"the server answered {error.status_code}: {(message or error.response.text)[:500]}"
+    way = "; set the environment variable OPENAI_API_KEY to its key" if error.status_code == 401 else ""
+    return f"the server answered {error.status_code}: {(message or error.response.text)[:500]}{way}"
 
 
 def is_context_full(error: Exception) -> bool:
