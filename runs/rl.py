@@ -256,11 +256,12 @@ def policy_gradient_step(script, state, batch) -> torch.Tensor:
     """One optimizer step on the answers of all ranks; this rank's part of the mean nats."""
     step = state.step
     state.step += 1
-    learns_something = batch.notes["frac_groups_with_signal"] > 0  # else all advantages are 0, on all ranks
-    if not learns_something:
+    frac_groups = batch.notes["frac_groups_with_signal"]  # of all ranks
+    if frac_groups == 0:  # all advantages are 0
         return torch.zeros((), device=state.ranks.device)
     nats = backward(script, state, batch, batch.advantages, batch.total_tokens)
-    state.optimizer.step(script.lr_multiplier(state.config, step), script.muon_momentum(state.config, step))
+    rate = script.lr_multiplier(state.config, step) * frac_groups
+    state.optimizer.step(rate, script.muon_momentum(state.config, step))
     targets = sum(state.ranks.gather(batch.total_targets))
     return nats / max(targets, 1)
 
