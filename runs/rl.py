@@ -12,10 +12,10 @@ loss is
 
     sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
-over all GPUs. Tokens from the calculator were not sampled, so the loss leaves them out. A question whose answers all
-have the same reward teaches nothing. If no question of a step teaches anything, the weights stay as they are, because
-Muon's step would be as large without a gradient as with one. Rates are fractions of the pretraining rates and fall in a
-straight line to 0.
+over all GPUs. Tokens from the calculator were not sampled, so the loss leaves them out. Rates are fractions of the
+pretraining rates and fall in a straight line to 0. A question whose answers all have the same reward teaches nothing.
+Muon and Adam divide by the size of the gradient, so a step would be as large with one question that teaches something
+as with many; its rates are therefore multiplied by their share. If there is none, the weights stay as they are.
 
 The reward is 1 for the correct number after ####; for a wrong one it is --partial-credit times the fraction of correct
 digits. An answer that does not end directly after its number is wrong: a model that was rewarded for the number alone
@@ -256,12 +256,12 @@ def policy_gradient_step(script, state, batch) -> torch.Tensor:
     """One optimizer step on the answers of all ranks; this rank's part of the mean nats."""
     step = state.step
     state.step += 1
-    frac_groups = batch.notes["frac_groups_with_signal"]  # of all ranks
-    if frac_groups == 0:  # all advantages are 0
+    with_signal = batch.notes["frac_groups_with_signal"]
+    if with_signal == 0:  # all advantages are 0, on all ranks
         return torch.zeros((), device=state.ranks.device)
     nats = backward(script, state, batch, batch.advantages, batch.total_tokens)
-    rate = script.lr_multiplier(state.config, step) * frac_groups
-    state.optimizer.step(rate, script.muon_momentum(state.config, step))
+    schedule = script.lr_multiplier(state.config, step) * with_signal
+    state.optimizer.step(schedule, script.muon_momentum(state.config, step))
     targets = sum(state.ranks.gather(batch.total_targets))
     return nats / max(targets, 1)
 
