@@ -226,7 +226,7 @@ def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
 
 
 def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
-    """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
+    """Also by the answers that teach nothing; its rate falls in a line to 0, times the share of groups that teach."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
     def watched(script, state, batch, weights, sampled):
@@ -242,8 +242,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     expected = [answers.total_tokens for answers, signal in zip(found, has_signal, strict=True) if signal]
     assert [total for total, _ in seen] == expected
     assert any(targets < total for total, targets in seen), "some question should be answered alike"
-    expected = [1 - i / 4 for i, signal in enumerate(has_signal) if signal]
-    assert rates == pytest.approx(expected)
+    shares = [answers.notes["frac_groups_with_signal"] for answers in found]
+    assert any(0 < share < 1 for share in shares)
+    assert rates == pytest.approx([(1 - i / 4) * share for i, share in enumerate(shares) if share])
 
 
 def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
