@@ -71,7 +71,7 @@ class Settings(BaseModel, allow_inf_nan=False):
     steps: int = Field(250, ge=1, description="length of the run in steps")
     prompts: int = Field(16, ge=1, description="questions per step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
-    # In a model of 4 M parameters 0.2 taught sums no better than 0.1, and three times as much was forgotten.
+    # Twice as much teaches sums no better and forgets three times as much (dev/LOG.md, 2026-11-28).
     muon_lr: float = Field(0.1, gt=0, description="learning rate of matrices, as a fraction of pretraining's")
     adam_lr: float = Field(0.02, gt=0, description="learning rate of everything else, as a fraction of pretraining's")
     partial_credit: float = Field(0.2, ge=0, lt=1, description="reward of a wrong sum, times its share of right digits")

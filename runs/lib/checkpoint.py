@@ -79,7 +79,7 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
         # The rate falls from the first step to the last, down to 0.
         cooldown=1.0,
         lr_floor=0.0,
-        # Matrices begin with full momentum, because their buffers are filled.
+        # No warm-up of momentum: finetuning begins with the buffers of pretraining.
         momentum=(full_momentum, full_momentum, 0, 0),
         # One target for each token, as in validation.
         mtp_weights=(1.0,),
