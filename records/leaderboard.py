@@ -34,7 +34,8 @@ TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for k
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
-BESIDE_RIVALS = {"small": "train_small.py", "plain": "train_small.py without tables"}  # in curves.png
+# Entries in curves.png, one model of GPU, since seconds of different models do not compare. Their runs validated often.
+BESIDE_RIVALS = {"2026-11-28_paired-heads-h100": "train_small.py"}
 # In tokens.png beside entries.
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"), ("medium", "other_runs/p400_medium.jsonl"))
 
@@ -236,20 +237,18 @@ def draw() -> list[Path]:
         return []
     names = ("curves", "training", "tokens")
     today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
-    title = f"{dataset.upper()}, one run each on an {gpu_of(rows[0].device)}: lower is better, further left is faster"
-    plots.draw_seconds([*our_curves(rows), *rival_curves(dataset, rows[0].device)], title, today)
+    beside = {label: plots.record_row(files.BASELINES / name) for name, label in BESIDE_RIVALS.items()}
+    device = next(iter(beside.values())).device
+    title = f"{dataset.upper()}, one run each on an {gpu_of(device)}: lower is better, further left is faster"
+    plots.draw_seconds([*our_curves(beside), *rival_curves(dataset, device)], title, today)
     plots.draw_rows(rows, losses)
     plots.draw_tokens(token_curves(), tokens)
     return [today, losses, tokens]
 
 
-def our_curves(rows: list[plots.Row]) -> list[plots.Curve]:
-    """Rows in curves.png, one run each, on the GPU of the first: seconds compare on one model of GPU only."""
-    curves = []
-    for row in rows:
-        if row.name in BESIDE_RIVALS and row.device == rows[0].device:
-            curves.append(plots.Curve(BESIDE_RIVALS[row.name], plots.BLUE, max(validations(row.curves), key=len)))
-    return curves
+def our_curves(rows: dict[str, plots.Row]) -> list[plots.Curve]:
+    """Of each labelled row the run that validated most often."""
+    return [plots.Curve(label, plots.BLUE, max(validations(row.curves), key=len)) for label, row in rows.items()]
 
 
 def validations(curves: list[list[plots.Point]]) -> list[list[tuple[float, float]]]:
