@@ -106,6 +106,10 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
+    if packs < 1:
+        raise RunError(f"--packs must be at least 1, found {packs}")
+    if not 0 <= lr <= 1000:
+        raise RunError(f"--lr must be from 0 to 1000, found {lr}")
     settings = {"run": args.run, "checkpoint": checkpoint.name, "packs": packs, "lr": lr}
     base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)

@@ -68,7 +68,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"key that clients must send (default: ${KEY_VARIABLE})")  # fmt: skip
     add("--page", action="store_true", help="chat page beside the API (runs/page.py); its visitors need no key")
     add("--access-log", action="store_true", help="log of requests on stderr")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.max_num_seqs, args.max_queue_size) < 0:
+        found = f"found {args.max_num_seqs} and {args.max_queue_size}"
+        parser.error(f"--max-num-seqs and --max-queue-size must be at least 0, {found}")
+    return args
 
 
 if __name__ == "__main__":

@@ -374,6 +374,6 @@ def test_mistakes_of_the_command(data, trained, tmp_path):
     for flags, words in (
         (("--data", bare), f"python data/core_tasks.py --download --data {bare}"),
         (("--data", other), "different tokenizer"),
-        (("--step", 99), "step 99"),
+        (("--step", 99), "no checkpoint at step 99 (its steps: 2, 4); choose another"),
     ):
         assert words in stops(score_core.main, trained, *flags)

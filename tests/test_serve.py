@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib import protocol
 
-from commands import write_run
+from commands import stops, write_run
 from tiny import ROOT, logits
 
 SCRIPT = ROOT / "runs" / "serve.py"
@@ -870,5 +870,7 @@ def test_user_errors(runs, chat_server, monkeypatch, capsys):
     fails("slots do not fit into memory", "--max-num-seqs", str(10**10))
     fails("--api-key is empty", "--api-key", "")
     fails("no checkpoint at step 3", "--step", "3")
+    for flag in ("--max-num-seqs", "--max-queue-size"):
+        assert "--max-num-seqs and --max-queue-size must be at least 0, found" in stops(serve.parse, "run", flag, -1)
     with mock.patch.object(engine.Decoder, "step", side_effect=RuntimeError("1 row")):
         fails("the model does not run: 1 row\n")

@@ -84,8 +84,11 @@ def choose_checkpoint(script: ModuleType, run_dir: Path, step: int | None) -> Pa
     if step is None:
         return newest_checkpoint(script, run_dir, files)
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    if folder not in script.checkpoints(run_dir):
-        raise RunError(f"{run_dir} has no checkpoint at step {step}; choose another --step, or omit it")
+    found = script.checkpoints(run_dir)
+    if folder not in found:
+        steps = ", ".join(str(int(path.name[5:])) for path in found) or "none"
+        problem = f"{run_dir} has no checkpoint at step {step} (its steps: {steps})"
+        raise RunError(f"{problem}; choose another --step, or omit it")
     script.check_checkpoint(folder, files)
     return folder
 
