@@ -35,7 +35,7 @@ BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a tar
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
 # Entries in curves.png, one model of GPU, since seconds of different models do not compare. Their runs validated often.
-BESIDE_RIVALS = {"2026-11-28_paired-heads-h100": "train_small.py, larger table"}
+BESIDE_RIVALS = {"2026-11-28_paired-heads-h100": "train_small.py, 3.4 B in tables"}
 # In tokens.png beside entries.
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"), ("medium", "other_runs/p400_medium.jsonl"))
 
