@@ -146,7 +146,7 @@ def test_every_parameter_has_a_policy(config):
 
 
 def assert_nearly_all_close(got, expected, name) -> None:
-    """Where an update is nearly 0, rounding decides its sign and so whether the weight decays: one entry in a thousand."""
+    """Where an update is nearly 0, rounding decides its sign, and so the decay: in one entry of a thousand."""
     off = (got.detach().double() - expected.detach()).abs() > 1e-3
     assert off.double().mean() < 1e-3, f"{name}: {off.sum()} of {off.numel()} entries"
 
