@@ -53,7 +53,6 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
-import bisect
 import contextlib
 import dataclasses
 import datetime
@@ -438,13 +437,8 @@ def micro_batch_limit(config: Config, free: int) -> float:
 
 def stage_index(config: Config, step: int) -> int:
     """Which row of the stage table a step belongs to."""
-    progress = step / config.num_steps
-    passed = 0.0
-    for index, stage in enumerate(config.stage_table):
-        passed += stage.fraction
-        if progress < passed - 1e-9:
-            return index
-    return len(config.stage_table) - 1
+    ends = np.cumsum([stage.fraction for stage in config.stage_table])
+    return int((step / config.num_steps >= ends[:-1] - 1e-9).sum())  # how many stages are over
 
 
 def lr_multiplier(config: Config, step: int) -> float:
@@ -517,12 +511,15 @@ def train(job: Pretraining, args: argparse.Namespace) -> dict:
     job.check(ranks)
     run_dir, lock = prepare_run_dir(job, args, ranks)
     run = Run(job, args, ranks, run_dir, lock, describe_machine(ranks), Log(run_dir, ranks))
+    config = job.config
     if args.resume:
         check_same_run(run)
-    if job.config.wandb and ranks.is_main:
-        run.log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": run.machine})
+    if config.wandb and ranks.is_main:
+        run.log.start_wandb(config.wandb, dataclasses.asdict(config) | {"machine": run.machine})
 
-    describe_run(run)
+    run.log.say(f"{Path(__file__).name} on {ranks.world} x {run.machine['device']}")
+    run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {job.note}")
+    run.log.say(f"run: {run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
     run.state = job.build(ranks, run.log.say)
 
     # Initial weights, or those of another run; a resumed run starts from its newest checkpoint.
@@ -594,12 +591,11 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16; see LOSS_SCALE
+    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
-    is_warm: bool = False  # everything should be compiled and captured by now
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -645,6 +641,7 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     Args:    token_weight_T factor on the loss of each target
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
+    # The model gets leaf tensors of rows in place of its tables, and hashes again for the signs of bigrams.
     tables = ngram_tables(state.model)
     indices = []
     if tables:
@@ -712,8 +709,6 @@ def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tens
     inputs = [*micro_batch.tensors(), factor]
     key = (is_first, *(t.shape for t in inputs))
     if key not in state.graphs:
-        if state.is_warm and state.ranks.is_main:
-            print(f"note: a CUDA graph for {len(inputs[0]):,} tokens is captured while the clock runs")
         return capture(state, key, micro_batch, factor, is_first)
 
     graph = state.graphs[key]
@@ -734,7 +729,7 @@ def capture(state, key, micro_batch: MicroBatch, factor, is_first) -> tuple[Tens
     grads = [param.grad for param in params]
 
     # A capture records what is launched, and computes nothing. Where .grad is None, the graph writes
-    # gradients into new tensors of its own; else it adds to those that are there.
+    # gradients into new tensors of its own; else it adds to those that are there, of the first graph.
     if is_first:
         state.model.zero_grad(set_to_none=True)
     inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
@@ -781,14 +776,11 @@ def rotary_table(config: Config) -> Tensor:
         sines                  sin  -sin    0     0      turn, or with rotary_full hold pairs too
     """
     K = config.head_dim
-    exponents = np.linspace(0, 1, K // 4)
+    base = 1 / config.rotary_base
+    frequencies = np.append(base ** np.linspace(0, 1, K // 4), np.zeros(K // 4))  # radians a token
     if config.rotary_full:
-        exponents = np.arange(K // 2) / (K // 2)
-    frequencies = torch.tensor(((1 / config.rotary_base) ** exponents).tolist())  # radians a token
-    angles = torch.outer(torch.arange(config.max_seq_len), frequencies)
-    if not config.rotary_full:
-        angles = torch.cat((angles, torch.zeros_like(angles)), 1)
-
+        frequencies = base ** (np.arange(K // 2) / (K // 2))
+    angles = torch.outer(torch.arange(config.max_seq_len), torch.tensor(frequencies.tolist()))
     first, second = angles.chunk(2, 1)
     cosines = torch.cat((first.cos(), first.cos(), second.cos(), second.cos()), 1)
     sines = torch.cat((first.sin(), -first.sin(), second.sin(), -second.sin()), 1)
@@ -802,19 +794,12 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     return x_THK * cos_TK + swapped * sin_TK
 
 
-class Softcap(NamedTuple):
-    """height * sigmoid((x + shift) / width): bounded logits, asymmetric as most are negative."""
-
-    height: float
-    shift: float
-    width: float
-
-
-def softcap(x: Tensor, cap: Softcap | None) -> Tensor:
-    """Capped logits; x itself without a cap."""
-    if cap is None:
+def softcap(x: Tensor, cap: tuple) -> Tensor:
+    """Bounded logits, asymmetric as most are negative; cap (a, b, c), or () for x itself."""
+    if not cap:
         return x
-    return cap.height * torch.sigmoid((x + cap.shift) / cap.width)
+    a, b, c = cap
+    return a * torch.sigmoid((x + b) / c)
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
@@ -871,12 +856,12 @@ class LayerWeights(NamedTuple):
 
     up: Tensor  # (F, D), or (2 F, D) with the gate first
     down: Tensor  # (F, D)
+    up8: Weight8 | None
+    down8: Weight8 | None
     qkv: Tensor | None = None  # (3 D, D)
     o: Tensor | None = None  # (D, D)
     qkv8: Weight8 | None = None
     o8: Weight8 | None = None
-    up8: Weight8 | None = None
-    down8: Weight8 | None = None
 
 
 class Inputs(NamedTuple):
@@ -929,8 +914,7 @@ class GPT(nn.Module):
             self.exclusion = weight(len(c.exclusive_layers), c.num_heads, dtype=torch.float32)
         if c.bigram_rows:
             self.bigram_embed = weight(c.bigram_rows, D)
-            signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
-            self.register_buffer("bigram_signs", signs)
+            self.register_buffer("bigram_signs", torch.empty(SIGN_ROWS, D, device=device, dtype=dtype))
         if c.trigram_rows:
             self.trigram_embed = weight(c.trigram_rows, min(TRIGRAM_WIDTH, D))
             self.trigram_proj = weight(D, min(TRIGRAM_WIDTH, D))
@@ -947,7 +931,7 @@ class GPT(nn.Module):
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
         buffer("prefix_ids", torch.full((V,), -1, dtype=torch.int32))  # set by Pretraining.build
         self.windows = (c.window_short, c.window_long)
-        self.softcap = Softcap(*c.softcap) if c.softcap else None
+        self.softcap = c.softcap
         self.fp8_products = fp8_products(c, self.embed)
         self.attention: Callable | None = None  # a backend of section 11, set by build_state()
 
@@ -1013,23 +997,17 @@ class GPT(nn.Module):
         if c.swiglu:
             up = torch.cat((self.gate_bank, up), 1)
 
-        attention = {"qkv": qkv.unbind(0), "o": o.unbind(0)}
-        mlp = {"up": up.unbind(0), "down": down.unbind(0)}
-        if "qkv" in products8:
-            attention["qkv8"] = weights_to_fp8(qkv)
-        if "o" in products8:
-            attention["o8"] = weights_to_fp8(o)
-        if "MLP" in products8:
-            mlp["up8"] = weights_to_fp8(up)
-            mlp["down8"] = weights_to_fp8(down)
+        def in_fp8(product: str, bank: Tensor) -> list:
+            return weights_to_fp8(bank) if product in products8 else [None] * len(bank)
 
+        mlp = (up.unbind(0), down.unbind(0), in_fp8("MLP", up), in_fp8("MLP", down))
+        attention = (qkv.unbind(0), o.unbind(0), in_fp8("qkv", qkv), in_fp8("o", o))
         weights = []
         for layer in range(c.num_layers):
-            own = {name: matrices[layer] for name, matrices in mlp.items()}
+            own = [bank[layer] for bank in mlp]
             if layer in c.attention_layers:
-                index = c.attention_layers.index(layer)
-                own |= {name: matrices[index] for name, matrices in attention.items()}
-            weights.append(LayerWeights(**own))
+                own += [bank[c.attention_layers.index(layer)] for bank in attention]
+            weights.append(LayerWeights(*own))
         return weights
 
     def trunk(self, tokens_T, previous_2T, positions_T, attend, weights=None, ngram_rows=None) -> Tensor:
@@ -1297,7 +1275,7 @@ def largest_divisor(number: int, most: int) -> int:
 def empty_packs(count: int, config: Config, bos_id: int) -> Batch:
     """Packs to be filled: all tokens are BOS, all targets are ignored."""
     shape = (count, config.pack_tokens)
-    padding_docs = math.ceil(config.pack_tokens / config.max_seq_len)  # see pad_pack
+    padding_docs = math.ceil(config.pack_tokens / config.max_seq_len)  # see fill_pack
     most_docs = config.max_docs_per_pack + padding_docs
     return Batch(
         tokens=torch.full(shape, bos_id, dtype=torch.int32),
@@ -1329,16 +1307,13 @@ def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
         start = end
         num_docs += 1
         batch.total_targets += int(counted.sum())
-    pad_pack(batch, row, num_docs, start)
 
-
-def pad_pack(batch: Batch, row: int, num_docs: int, start: int) -> None:
-    """Closes a pack early: the rest becomes documents of ignored BOS tokens, none above max_doc."""
-    size = batch.tokens.size(1)
-    batch.positions[row, start:] = torch.arange(size - start) % batch.max_doc
+    # The rest becomes documents of ignored BOS tokens, none above max_doc.
+    size = len(tokens)
+    positions[start:] = np.arange(size - start) % batch.max_doc
     while start < size:
         start = min(start + batch.max_doc, size)
-        batch.ends[row, num_docs] = start
+        ends[num_docs] = start
         num_docs += 1
 
 
@@ -1454,7 +1429,8 @@ def compile_once(function: Callable) -> Callable:
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
-        # torch.compile guards on the base of a view and would recompile for each; .data has none.
+        # torch.compile guards on the base of a view and would recompile for each; .data has none. Numbers
+        # become tensors, as it would compile again for each new rate.
         arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
         return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
 
@@ -1585,19 +1561,14 @@ class Optimizer:
             gradient.wait()
         return not self.all_finite([gradient.tensor for gradient in gradients])
 
-    def own_param(self, slot: Slot) -> Tensor | None:
-        """This rank's part of the parameter, to be written; None if the master is the parameter."""
-        if slot.aliased:
-            return None
-        # It starts as a copy of the old weights, since RMSProp writes only rows with a gradient.
-        return self.own_rows(slot, slot.param.detach().view(slot.shape))
-
     def update(self, gradient: Pending, schedule: float, momentum: float) -> Tensor | None:
-        """Updates master and moments by the slot's rule; returns the own_param() that it wrote."""
+        """Updates master and moments by the slot's rule; returns this rank's new weights."""
         slot = gradient.slot
         rule = slot.rule
         slot.updates += 1
-        own = self.own_param(slot)
+        own = None  # where the master is the parameter itself
+        if not slot.aliased:  # the old weights at first, as RMSProp writes only rows with a gradient
+            own = self.own_rows(slot, slot.param.detach().view(slot.shape))
         rate = self.config.muon_lr if rule.optimizer == "normuon" else self.config.adam_lr
         lr = rate * rule.lr_mult * schedule
         decay = rule.weight_decay * schedule
@@ -1778,19 +1749,16 @@ class Optimizer:
         return finite.item() > 0
 
 
-def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:
-    """The optimizer of a model, by default with all of parameter_table on one rank."""
-    ranks = ranks or Ranks(0, 1, next(model.parameters()).device)
-    return Optimizer(model, config, ranks, table or parameter_table(config))
-
-
 # -- averages of the weights in the last part of the run (modded-nanogpt PR 360)
+
+
+SAMPLE_EVERY = 4  # steps
 
 
 def is_sampled(config: Config, step: int) -> bool:
     """Whether averages include these weights: of every fourth step near the end, and the last."""
     left = config.num_steps - step
-    return left % 4 == 0 and left < config.average * config.num_steps
+    return left % SAMPLE_EVERY == 0 and left < config.average * config.num_steps
 
 
 def slot_norms(slot: Slot) -> Tensor:
@@ -1809,7 +1777,7 @@ def sample_average(state: TrainState) -> None:
     slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
     if not slots or not is_sampled(state.config, state.step):
         return
-    if not is_sampled(state.config, state.step - 4):
+    if not is_sampled(state.config, state.step - SAMPLE_EVERY):
         state.averaged_steps = 0  # this is the first
     # Counted, as a run that --resume makes longer or shorter may lack the first ones.
     state.averaged_steps += 1
@@ -1876,9 +1844,9 @@ class ShardReader:
         end = self.bos_at[following] if following < len(self.bos_at) else len(self.tokens)
 
         # Take as much of it as fits.
-        stop = int(offset + min(end - offset, room - continued))
-        self.reader_state["offset"] = stop
         start = [self.bos_id] if continued else []
+        stop = int(offset + min(end - offset, room - len(start)))
+        self.reader_state["offset"] = stop
         last = self.tokens[stop] if stop < len(self.tokens) else self.bos_id
         return np.concatenate((start, self.tokens[offset:stop], [last])).astype(np.int32)
 
@@ -2021,16 +1989,18 @@ class Pretraining:
     def check(self, ranks: Ranks) -> None:
         """Raises UserError if the run cannot begin; warns if text would be memorized."""
         config = self.config
-        needed = 0
-        for index, stage in enumerate(config.stage_table):
+        for stage in config.stage_table:
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
             require(stage.packs % ranks.world == 0, f"{found}; use a number of processes that divides {stage.packs}")
-            steps = stage_start(config, index + 1) - stage_start(config, index)
-            needed += steps * stage.packs * config.pack_tokens
+
         found = f"{config.data} holds {self.available:,} training tokens in {config.max_epochs} epoch(s)"
+        asked = config.num_steps * config.step_tokens
         fewer = "--tokens" if config.num_steps > 1 else "--min-packs or --stages"
         way = f"ask for fewer with {fewer}, add text, or allow repeats with --max-epochs"
-        require(needed <= self.available, f"{found}, the run asks for {needed:,}; {way}")
+        needed = 0
+        for step in range(config.num_steps):
+            needed += config.stage_table[stage_index(config, step)].packs * config.pack_tokens
+            require(needed <= self.available, f"{found}, the run asks for {asked:,.0f}; {way}")
         passes = needed * config.max_epochs / self.available
         if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
             print(f"warning: text read {passes:.1f} times is memorized; lower --bigram-rows")
@@ -2068,12 +2038,6 @@ class Pretraining:
         return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
 
 
-def stage_start(config: Config, index: int) -> int:
-    """The step with which a stage begins; of the one behind the last, the number of steps."""
-    # A binary search, as somebody may ask for a billion steps.
-    return bisect.bisect_left(range(config.num_steps), index, key=lambda step: stage_index(config, step))
-
-
 @dataclass
 class Progress:
     """How far a run has come; saved with every checkpoint."""
@@ -2106,14 +2070,6 @@ class Run:
     logged: Progress | None = None
     losses: list[Tensor] = field(default_factory=list)  # 0-D, on the device
     batch: Batch | None = None  # of the last step
-
-
-def describe_run(run: Run) -> None:
-    """The first lines on the screen."""
-    config = run.job.config
-    run.log.say(f"{Path(__file__).name} on {run.ranks.world} x {run.machine['device']}")
-    run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
-    run.log.say(f"run: {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
 def write_description(run: Run) -> None:
@@ -2368,10 +2324,6 @@ def compiler_choices():
     return Choices()
 
 
-# fp16 has no room for small gradients. None is scaled back: updates are relative, but for epsilons.
-LOSS_SCALE = 2.0**12
-
-
 def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
     """Model, optimizer and compiled forward, with the weights of config.seed."""
     dtype = choose_dtype(config, ranks.device)
@@ -2386,7 +2338,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         # The cache of compiled code knows only the name of this function: clear it after a change.
         torch._inductor.config.inductor_choices_class = compiler_choices
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
-    optimizer = build_optimizer(model, config, ranks=ranks)
+    optimizer = Optimizer(model, config, ranks, parameter_table(config))
     # Free memory may differ between GPUs, but all ranks must run the same number of micro-batches.
     micro_packs = min(ranks.gather(choose_packs(config, ranks)))
     state = TrainState(config, ranks, model, forward, optimizer, micro_packs)
@@ -2394,8 +2346,8 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         shares = {stage.packs // ranks.world for stage in config.stage_table}
         state.dynamic_tokens = len({largest_divisor(share, micro_packs) for share in shares}) > 1
         state.graphs = {} if config.cuda_graphs else None
-    if dtype == torch.float16:
-        state.loss_scale = LOSS_SCALE
+    if dtype == torch.float16:  # has no room for small gradients; updates are relative, but for epsilons
+        state.loss_scale = 2.0**12
     describe_state(state, say)
     reset_state(state)
     return state
@@ -2447,7 +2399,6 @@ def warm_up(state: TrainState, say: Callable) -> None:
 
     gc.enable()
     reset_state(state)
-    state.is_warm = True
     torch._logging.set_logs(recompiles=True)  # one that comes now takes its seconds from the clock
     say(f"warm-up: {time.perf_counter() - begin:.1f} s")
 
@@ -2458,7 +2409,7 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int) -> Batch:
     batch.tokens.random_(config.vocab_size, generator=torch.Generator())
     batch.targets.copy_(batch.tokens)
     for row in range(packs):
-        pad_pack(batch, row, 0, 0)
+        fill_pack(batch, row, ())  # random tokens stay
     batch.total_tokens *= ranks.world
     batch.total_targets = batch.total_tokens
     return batch
@@ -3140,21 +3091,17 @@ def given_fields(args: argparse.Namespace) -> dict:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def config_of_steps(steps: int, values: dict) -> Config:
-    """The Config with these values and so many steps."""
-    config = Config(**values)
-    # The batch may depend on the length of the run, so this converges; each time the error halves.
-    for _ in range(50):
-        config = Config(**{**values, "tokens": max(1, round(steps * config.step_tokens))})
-    return config
-
-
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
     values = dataclasses.asdict(base) if base else {}
     values |= given_fields(args)
     require(args.steps is None or args.steps > 0, f"--steps {args.steps} trains nothing; use 1 or more")
-    config = config_of_steps(args.steps, values) if args.steps else Config(**values)
+    config = Config(**values)
+    if args.steps:
+        # The batch may depend on the length of the run, so this converges; each time the error halves.
+        for _ in range(50):
+            values["tokens"] = max(1, round(args.steps * config.step_tokens))
+            config = Config(**values)
     validate(config)
     return config
 
@@ -3372,7 +3319,7 @@ def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, gr
     """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
 
     Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,);
-          token_weight fp32 (T,) or None; cap a Softcap or None
+          token_weight fp32 (T,) or None; cap as for softcap()
     """
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
@@ -3382,7 +3329,7 @@ def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, gr
 
     # e = exp(z - top). With a softcap z <= a, so no maximum is needed. To save memory in place,
     # and in one pass: torch.add(p, x, alpha=q) is p + q x.
-    if cap is not None:
+    if cap:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
         e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
@@ -3400,11 +3347,11 @@ def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, gr
     if not grad:
         return losses, nats, None
 
-    g = w if cap is None else (a / c) * w
+    g = (a / c) * w if cap else w
     if token_weight is not None:
         g = g * token_weight[own, None]
     e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
-    if cap is not None:
+    if cap:
         e.mul_(s.addcmul_(s, s, value=-1))
     return losses, nats, e.to(logits.dtype)
 
@@ -3501,10 +3448,10 @@ def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=T
     if grad:
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
-    numbers = (first, targets.shape[1], *(cap or Softcap(0.0, 0.0, 1.0)))
+    numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
     fast = grad and logits.dtype != torch.float32 and not triton.knobs.runtime.interpret
     pad = max(2, triton.next_power_of_2(terms))
-    constants = (V, terms, pad, fast, triton.next_power_of_2(V), cap is not None)
+    constants = (V, terms, pad, fast, triton.next_power_of_2(V), bool(cap))
     softcap_ce_kernel[(n,)](*tensors, *numbers, *constants, num_warps=16)
     return losses, nats, gradient
 
@@ -3652,7 +3599,7 @@ def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
 def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
     # |gradient| <= slope * sum of term weights * token weight
-    slope = 1.0 if cap is None else cap.height / (4 * cap.width)
+    slope = cap[0] / (4 * cap[2]) if cap else 1.0
     g_scale = term_weights.abs().sum() * (slope / E5M2_MAX)
     if token_weight is None:
         token_weight = torch.ones(len(x), device=x.device)
@@ -3669,22 +3616,21 @@ def linear_ce(
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx, dw of linear_cross_entropy by chunks; in fp8 x and w have scales."""
-    cap = Softcap(*cap) if cap else None  # operators take no named tuples
     T = len(x)
     fp8 = x_scale is not None
     dtype = torch.bfloat16 if fp8 else x.dtype
     losses, nats = torch.empty(2, T, device=x.device)
     dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
-    dw = None if grad else w.new_empty(0, dtype=dtype)
+    dw = None if grad else w.new_empty(0, dtype=dtype)  # None until the first chunk
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
     wide = x.is_cuda and dtype != torch.float32 and T > chunk
     dw_dtype = torch.float32 if wide else dtype
     g_weight = token_weight
-    g8 = None  # the buffer of an fp8 gradient
+    gradient8 = None  # the buffer of an fp8 gradient of the logits
     if fp8 and grad:
         w_T = transpose8(w)
         g_scale, g_weight = scale_head_gradient(x, term_weights, token_weight, cap)
-        g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
+        gradient8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
         own = slice(start, min(start + chunk, T))
@@ -3694,7 +3640,7 @@ def linear_ce(
             logits = x[own] @ w.T
         arguments = (targets, term_weights, g_weight, cap, start, grad)
         if use_triton(logits):
-            out = None if g8 is None else g8[: len(logits)]
+            out = None if gradient8 is None else gradient8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
         else:
             losses[own], nats[own], g = softcap_ce_ref(logits, *arguments)
@@ -3746,7 +3692,7 @@ class LinearCE(torch.autograd.Function):
 def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, chunk=32768, fp8=False):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap a Softcap or None; term_weights
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as for softcap(); term_weights
              fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
              fp8: for training, e4m3 operands and an e5m2 gradient, where 16 divides all sizes
     Returns: sum over t of token_weight_t * loss_t; nats of the first target alone, fp32 (T,),
@@ -3760,7 +3706,7 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and all(size % 16 == 0 for size in (*x.shape, len(w), chunk))
-    arguments = (targets.contiguous(), term_weights, token_weight, list(cap or ()), chunk)
+    arguments = (targets.contiguous(), term_weights, token_weight, list(cap), chunk)
     if grad:
         return LinearCE.apply(x, w, fp8, *arguments)
     return linear_ce(x, w, None, None, *arguments, False)[:2]
@@ -4339,8 +4285,9 @@ def norm_rotate_grad_kernel(
     T, N, H, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients before norm and rotation; without `out` only the `largest` of a sample.
+    """Gradients before norm and rotation in fp8.
 
+    It is launched twice: without `out` it finds the `largest` of a sample of them, with `out` it writes all.
     A program computes BR rows, heads of every `every`-th token, from what linear_rotate returned and
     dq, dk, dv (T, H, K). out e5m2 (N, 3, H, K) is divided by g_scale, which comes from `largest`.
     With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes
@@ -4354,8 +4301,8 @@ def norm_rotate_grad_kernel(
     S = load_rows(sin, t, K, T, K).to(tl.float32)
     if out is None:
         inverse_scale = 1.0
-        more = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # every <= 64
-        top = tl.max(tl.abs(tl.load(dv + more * K, mask=more < T * H, other=0.0).to(tl.float32)))
+        value = (tl.program_id(0) * BR * every).to(tl.int64) + tl.arange(0, BR * 64)  # every <= 64
+        top = tl.max(tl.abs(tl.load(dv + value * K, mask=value < T * H, other=0.0).to(tl.float32)))
     else:
         # e5m2 has 32 binades: other numbers may exceed `largest` by 8 of them (what is above that
         # becomes 57344) and fall below by 23.
@@ -4370,6 +4317,7 @@ def norm_rotate_grad_kernel(
         s = tl.load(q_factor) if part == 0 else 1.0
         along = (tl.sum(y * dy, 1) / (K * s))[:, None]
         dn = s * dy - y * along
+        # The same rows with their quarters swapped, as in rotate().
         dy = load_rows(gradient, t * H + head, K, T * H, K, K // 4).to(tl.float32)
         y = load_rows(qkv, result, K, T * 3 * H, K, K // 4).to(tl.float32)
         other = s * dy - y * along
@@ -4384,9 +4332,6 @@ def norm_rotate_grad_kernel(
         tl.atomic_max(largest, tl.maximum(top, tl.max(tl.abs(g))))
     else:
         store_rows(out, g * inverse_scale, (n * 3 + 2) * H + head, K, 3 * N * H, K)
-
-
-ROTATE_ROWS = 8  # of a program
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
@@ -4408,8 +4353,9 @@ def norm_rotate_grad(
     # channel of all values, as sampled tokens may have no gradient.
     for out, every in ((None, 63), (dqkv, 1)):
         N = math.ceil(T / every)
-        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-        sizes = (T, N, H, every, K, ROTATE_ROWS)
+        rows = 8  # of a program
+        grid = (triton.cdiv(N * H, rows),)
+        sizes = (T, N, H, every, K, rows)
         norm_rotate_grad_kernel[grid](*tensors, largest, g_scale, out, *sizes)
     return dqkv, g_scale
 

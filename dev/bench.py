@@ -125,7 +125,7 @@ def random_dataset(config: ts.Config) -> types.SimpleNamespace:
 def stage_batches(state: ts.TrainState, dataset, index: int):
     """Enters a stage; yields the function that returns its next batch."""
     config = state.config
-    state.step = ts.stage_start(config, index)
+    state.step = next(step for step in range(config.num_steps) if ts.stage_index(config, step) == index)
     reader = ts.ShardReader(dataset, config)
     loader = ts.PackLoader(reader, config, state.ranks, first_step=state.step)
     try:

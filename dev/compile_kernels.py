@@ -79,7 +79,7 @@ def launches(script, config, quick: bool) -> None:
     if not quick:
         targets, weights = new(1, T, dtype=torch.int32), torch.ones(1)
         for logits in (new(4, V), new(4, V).half()):
-            script.softcap_ce(logits, targets, weights, weights, script.Softcap(*config.softcap))
+            script.softcap_ce(logits, targets, weights, weights, config.softcap)
         for index in (None, torch.arange(4)):  # a table that is its own master
             script.rmsprop_update(torch.zeros(4, D), new(4, D), torch.zeros(4), None, index, **NUMBERS)
     q, k, v = new(T, 3, H, K).unbind(1)

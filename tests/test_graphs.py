@@ -101,18 +101,6 @@ def test_replayed_steps_are_steps(stand_in, dataset, mtp_weights, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_late_capture_is_told(stand_in, dataset, capsys):
-    """A micro-batch of a size that the warm-up has not seen costs seconds of training, which a line says."""
-    config = tiny_config(stages=STAGES, micro_batch_tokens=128)
-
-    def warm_up(state):
-        ts.warm_up(state, lambda text: None)
-        state.micro_packs = 2
-
-    curve(config, dataset, True, warm_up)
-    assert capsys.readouterr().out.startswith("note: a CUDA graph for 256 tokens is captured while the clock runs")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ({}, {"dtype": "float16", "attention": "sdpa"}), ids=("bf16", "fp16 sdpa"))
 def test_graphs_gpu(dataset, options):

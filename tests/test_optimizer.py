@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from commands import RUN, sets
 from processes import python
 from test_model import CONFIGS
-from tiny import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from tiny import ALONE, optimizer_of, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
 
 def polar_by_svd(matrices):
@@ -55,7 +55,7 @@ def test_rows_without_a_gradient_keep_their_weights_on_every_rank():
         ranks = ts.Ranks(rank, 2, torch.device("cpu"))
         optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": rule})
         (slot,) = optimizer.slots
-        own = optimizer.own_param(slot)
+        own = optimizer.own_rows(slot, slot.param.detach().view(slot.shape))
         part = model.value_embed.detach()[rows]
         assert slot.sharded and own.shape == slot.master.shape == (501, 80)
         assert torch.equal(own[: len(part)], part)
@@ -74,7 +74,7 @@ def test_compiled_updates(config, device, monkeypatch):
     for compiled in (False, True):
         model = module.GPT(config, device, torch.bfloat16)
         model.init_weights(0)
-        optimizer = module.build_optimizer(model, config, ranks=ranks)
+        optimizer = optimizer_of(model, config, ranks=ranks)
         optimizer.compiled = compiled
         rng = torch.Generator(device).manual_seed(0)
         graphs = []
@@ -115,7 +115,7 @@ def test_sparse_gradient_in_steps():
     found = []
     for sparse in (True, False):
         model = random_model(config)
-        optimizer = ts.build_optimizer(model, config, table)
+        optimizer = optimizer_of(model, config, table)
         state = ts.TrainState(config, ALONE, model, model, optimizer, micro_packs=2)
         for seed in (0, 1, 2):
             batch = pack(random_documents((60, 60), seed=seed))
@@ -137,7 +137,7 @@ def test_every_parameter_has_a_policy(config):
     model, table = script(config).GPT(config), script(config).parameter_table(config)
     names = {name for name, _ in model.named_parameters()}
     assert names <= set(table)
-    assert {slot.name for slot in script(config).build_optimizer(model, config).slots} == names
+    assert {slot.name for slot in optimizer_of(model, config).slots} == names
     assert {n for n in names if table[n].optimizer == "normuon"} == {n for n in names if n.endswith("_bank")}
     tables = {"bigram_embed", "trigram_embed", "value_embed"}
     assert {n for n in names if table[n].optimizer == "rmsprop"} == names & tables
@@ -163,7 +163,7 @@ def test_optimizer_step_applies_the_table(config, rows, down):
     model, table = random_model(config), script(config).parameter_table(config)
     for name, rule in table.items():  # so large that a wrong decay shows
         table[name] = dataclasses.replace(rule, weight_decay=30 * rule.weight_decay)
-    optimizer = script(config).build_optimizer(model, config, table)
+    optimizer = optimizer_of(model, config, table)
     muon, tables, adam = {}, {}, {}
     for name, param in model.named_parameters():
         rule, weights = table[name], param.detach().clone()
@@ -206,7 +206,7 @@ def test_a_parameter_that_nothing_uses():
     """It has no gradient, and stays as it was."""
     config = tiny_config()
     model = random_model(config)
-    optimizer = script(config).build_optimizer(model, config)
+    optimizer = optimizer_of(model, config)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for _ in range(2):
         (model(*pack(random_documents((50, 60))))[0] / 100).backward()
@@ -225,7 +225,7 @@ def test_optimizer_state_survives_a_round_trip(dtype):
         source = random_model(config, seed)
         model.load_state_dict(source.state_dict())
         model.attention = source.attention
-    first, second = (ts.build_optimizer(model, config) for model in models)
+    first, second = (optimizer_of(model, config) for model in models)
     assert all(moment.dtype == torch.float32 for slot in first.slots for moment in slot.moments.values())
     (models[0](*pack(random_documents((50, 60))))[0] / 100).backward()
     first.step(1.0, 0.9)
@@ -245,7 +245,7 @@ def test_matrices_in_parts():
     config, weights = tiny_config(), []
     for together in (None, 1):
         model = random_model(config)
-        optimizer = ts.build_optimizer(model, config)
+        optimizer = optimizer_of(model, config)
         for slot in optimizer.slots:
             if slot.mult is not None:
                 assert slot.matrices_at_once == len(slot.master), "a tiny bank goes at once"
@@ -271,7 +271,7 @@ def test_a_step_whose_gradients_overflow_is_skipped():
     """In fp16 one infinite gradient leaves weights and moments as they were; in fp32 nobody looks."""
     model = ts.GPT(tiny_config(), dtype=torch.float16)
     model.init_weights(0)
-    optimizer = ts.build_optimizer(model, tiny_config())
+    optimizer = optimizer_of(model, tiny_config())
     half_precision_step(model, optimizer, 1.0, seed=0)
     before = {name: value.clone() for name, value in (optimizer.weights() | optimizer.state()).items()}
     half_precision_step(model, optimizer, math.inf, seed=1)
@@ -291,7 +291,7 @@ config = ts.change_config(None, ts.build_parser().parse_args(sys.argv[1:]))
 ranks = ts.start_ranks()
 model = ts.GPT(config, dtype=torch.float16)
 model.init_weights(0)
-optimizer = ts.build_optimizer(model, config, ranks=ranks)
+optimizer = ts.Optimizer(model, config, ranks, ts.parameter_table(config))
 assert len({slot.sharded for slot in optimizer.slots}) == 2
 
 def contents():
@@ -321,7 +321,7 @@ def test_no_update_depends_on_the_scale_of_gradients():
     config, found = tiny_config(), []
     for scale in (1.0, 64.0):
         model = random_model(config)
-        optimizer = ts.build_optimizer(model, config)
+        optimizer = optimizer_of(model, config)
         for seed in range(3):
             (model(*pack(random_documents((50, 60), seed=seed)))[0] / 100 * scale).backward()
             optimizer.step(1.0, 0.9)

@@ -79,6 +79,12 @@ def random_model(config, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def optimizer_of(model, config, table=None, ranks=None):
+    module = script(config)
+    ranks = ranks or module.Ranks(0, 1, next(model.parameters()).device)
+    return module.Optimizer(model, config, ranks, table or module.parameter_table(config))
+
+
 def random_documents(lengths, vocab=300, seed=0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, n).tolist() for n in lengths]

@@ -186,7 +186,7 @@ def build_state(config: Config, ranks, say: Callable = print):
     forward = model
     if config.compile and ranks.device.type == "cuda":
         forward = torch.compile(model, dynamic=False)
-    optimizer = script.build_optimizer(model, config, parameter_table(config), ranks)
+    optimizer = script.Optimizer(model, config, ranks, parameter_table(config))
     limit = micro_batch_limit(config, ranks.device)
     packs = script.choose_packs(dataclasses.replace(config, micro_batch_tokens=limit), ranks)
     return script.TrainState(config, ranks, model, forward, optimizer, packs)

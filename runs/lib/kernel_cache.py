@@ -42,7 +42,7 @@ def launch_kernels(script, config, dtype) -> None:
     targets = torch.empty(len(weights), T, dtype=torch.int32)
     token_weight = torch.empty(T) if "head" in fp8 else None
     out = new(16, V, dtype=script.E5M2) if "head" in fp8 else None
-    cap = script.Softcap(*config.softcap) if config.softcap else None
+    cap = config.softcap
     script.softcap_ce(new(16, V), targets, weights, token_weight, cap, out=out)
     script.softcap_ce(new(16, V), targets[:1], weights[:1], None, cap, grad=False)
 
