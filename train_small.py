@@ -350,8 +350,8 @@ def micro_batch_limit(config: Config, free: int) -> float:
 
 def stage_index(config: Config, step: int) -> int:
     """Which row of the stage table a step belongs to."""
-    ends = np.cumsum([stage.fraction for stage in config.stage_table])
-    return int((step / config.num_steps >= ends[:-1] - 1e-9).sum())  # how many stages are over
+    ends = itertools.accumulate(stage.fraction for stage in config.stage_table[:-1])
+    return sum(step / config.num_steps >= end - 1e-9 for end in ends)  # how many stages are over
 
 
 def lr_multiplier(config: Config, step: int) -> float:
@@ -689,10 +689,10 @@ def rotary_table(config: Config) -> Tensor:
         sines                  sin  -sin    0     0      turn, or with rotary_full hold pairs too
     """
     K = config.head_dim
-    base = 1 / config.rotary_base
-    frequencies = np.append(base ** np.linspace(0, 1, K // 4), np.zeros(K // 4))  # radians a token
+    slowest = 1 / config.rotary_base  # radians a token
+    frequencies = np.append(slowest ** np.linspace(0, 1, K // 4), np.zeros(K // 4))
     if config.rotary_full:
-        frequencies = base ** (np.arange(K // 2) / (K // 2))
+        frequencies = slowest ** (np.arange(K // 2) / (K // 2))
     angles = torch.outer(torch.arange(config.max_seq_len), torch.tensor(frequencies.tolist()))
     first, second = angles.chunk(2, 1)
     cosines = torch.cat((first.cos(), first.cos(), second.cos(), second.cos()), 1)

@@ -21,6 +21,7 @@ Items are in the shuffled order of the definition, and shots are picked from the
 first N items are a fair subset that a full run scores the same way.
 """
 
+import argparse
 import csv
 import hashlib
 import http.client
@@ -41,7 +42,7 @@ import numpy as np
 import tokenizer
 import yaml
 from dataset import fail, file_entry, lock_folder, new_folder, read_dataset, run, write_atomic
-from sources import Parser, check_flags, clean, open_lines
+from sources import check_flags, clean, open_lines
 from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -302,7 +303,7 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
 
 
 def main() -> None:
-    parser = Parser(description="Tokenize the CORE tasks and add them to a dataset.")
+    parser = argparse.ArgumentParser(description="Tokenize the CORE tasks and add them to a dataset.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"download the public bundle, {URL}")

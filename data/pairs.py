@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dataset import fail, run, write_atomic
-from sources import Parser, Source, add_source_flags, check_flags
+from sources import Source, add_source_flags, check_flags
 
 MAX_TITLE_WORDS = 20
 MIN_WORDS = 8  # of a positive, and of the query in --kind passages
@@ -95,7 +95,9 @@ def write_pairs(path: Path, pairs: Iterable[Pair]) -> int:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add_source_flags(parser)
     add("--val-source", help="held-out text (default: a part of --source)")

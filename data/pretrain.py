@@ -45,7 +45,7 @@ from dataset import (
     write_json,
     write_shard,
 )
-from sources import Parser, Source, add_source_flags, check_flags, identify, in_threads, local_paths
+from sources import Source, add_source_flags, check_flags, identify, in_threads, local_paths
 from tiktoken import Encoding
 from tqdm import tqdm
 
@@ -397,7 +397,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(description="Turn text or pretokenized shards into a dataset directory.")
+    parser = argparse.ArgumentParser(description="Turn text or pretokenized shards into a dataset directory.")
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="validation text (default: a part of --source)")

@@ -55,7 +55,6 @@ from dataset import (
 from pretrain import available_cores
 from sources import (
     File,
-    Parser,
     check_apart,
     check_flags,
     clean,
@@ -536,7 +535,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
     add("--source", required=True, action="append", metavar="SPEC", help="conversations in a form above; repeatable")

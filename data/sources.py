@@ -523,15 +523,6 @@ def warn_of_encoding(path: Path) -> None:
 # ==== flags
 
 
-class Parser(argparse.ArgumentParser):
-    """Names an unknown flag before a missing one, as it may be that one, misspelled."""
-
-    def error(self, message: str) -> None:
-        flags = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
-        unknown = [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
-        super().error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else message)
-
-
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
@@ -558,7 +549,7 @@ def check_flags(args: argparse.Namespace, **minimums: int) -> None:
 
 
 def main() -> None:
-    parser = Parser(description="Show documents of a source.")
+    parser = argparse.ArgumentParser(description="Show documents of a source.")
     add_source_flags(parser)
     parser.add_argument("--split", choices=["train", "val"], default="train", help="split [%(default)s]")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print [%(default)s]")

@@ -20,7 +20,7 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 from dataset import MAX_VOCAB, check_format, fail, read_json, run, sha256_file, write_json
-from sources import Parser, Source, add_source_flags, check_flags, clean
+from sources import Source, add_source_flags, check_flags, clean
 
 FORMAT = "decoderstack-tokenizer-1"
 ROLES = ("user", "assistant", "python", "output")
@@ -239,7 +239,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train and show tokenizers.")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True)
 
     p = commands.add_parser("train", help="train a tokenizer on a source")
     add_source_flags(p)

@@ -96,26 +96,6 @@ def test_show_refuses_a_negative_number(tmp_path):
     assert done.returncode == 1 and done.stderr == "error: --show must be at least 0, found -1\n"
 
 
-@pytest.mark.parametrize(("command", "unknown"), [
-    ("pretrain.py --sorce x", "--sorce"),
-    ("pretrain.py --sorce=x --out y", "--sorce"),
-    ("sft.py --dta x --source y", "--dta"),
-    ("core_tasks.py --dowload --data x", "--dowload"),
-    ("pairs.py --sorce x", "--sorce"),
-    ("sources.py --sorce x", "--sorce"),
-    ("tokenizer.py train --sorce x --out y", "--sorce"),
-])  # fmt: skip
-def test_a_misspelled_flag_is_not_called_missing(command, unknown):
-    name, *flags = command.split()
-    done = python(DATA / name, *flags)
-    assert done.returncode == 2 and done.stderr.endswith(f" error: unrecognized arguments: {unknown}\n"), done.stderr
-
-
-def test_a_missing_flag_is_named_beside_a_shortened_one():
-    done = python(DATA / "pretrain.py", "--sour", "x")
-    assert done.returncode == 2 and done.stderr.endswith("the following arguments are required: --out\n"), done.stderr
-
-
 def test_lists_globs_and_folders(tmp_path, capsys):
     a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
     for name in ("notes.docx", "UPPER.DOCX", "x.png"):
