@@ -34,8 +34,9 @@ TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for k
 BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
-# Entries in curves.png, one model of GPU, since seconds of different models do not compare. Their runs validated often.
-BESIDE_RIVALS = {"2026-11-28_paired-heads-h100": "train_small.py, 3.4 B in tables"}
+# Our run in curves.png: its name there, its log and its GPU, since seconds of different GPUs do not compare. It has an
+# n-gram table of record 89's size.
+BESIDE_RIVALS = ("train_small.py", "other_runs/p34_table_of_record_89_decay_seed0.jsonl", "NVIDIA H200")
 # In tokens.png beside entries.
 SINGLE_RUNS = (("small", "first_chat/base/log.jsonl"), ("medium", "other_runs/p400_medium.jsonl"))
 
@@ -237,23 +238,18 @@ def draw() -> list[Path]:
         return []
     names = ("curves", "training", "tokens")
     today, losses, tokens = (README.with_name(f"{name}.png") for name in names)
-    beside = {label: plots.record_row(files.BASELINES / name) for name, label in BESIDE_RIVALS.items()}
-    device = next(iter(beside.values())).device
+    label, log, device = BESIDE_RIVALS
     title = f"{dataset.upper()}, one run each on an {gpu_of(device)}: lower is better, further left is faster"
-    plots.draw_seconds([*our_curves(beside), *rival_curves(dataset, device)], title, today)
+    plots.draw_seconds([our_curve(label, README.parent / log), *rival_curves(dataset, device)], title, today)
     plots.draw_rows(rows, losses)
     plots.draw_tokens(token_curves(), tokens)
     return [today, losses, tokens]
 
 
-def our_curves(rows: dict[str, plots.Row]) -> list[plots.Curve]:
-    """Of each labelled row the run that validated most often."""
-    return [plots.Curve(label, plots.BLUE, max(validations(row.curves), key=len)) for label, row in rows.items()]
-
-
-def validations(curves: list[list[plots.Point]]) -> list[list[tuple[float, float]]]:
-    """(seconds, bits per byte) of each validation of some runs."""
-    return [[(point.seconds, point.val_bpb) for point in curve if point.val_bpb is not None] for curve in curves]
+def our_curve(label: str, log: Path) -> plots.Curve:
+    """The validations of a run of ours."""
+    validations = [line for line in read_log(log) if "val_bpb" in line]
+    return plots.Curve(label, plots.BLUE, [(line["train_seconds"], line["val_bpb"]) for line in validations])
 
 
 def rival_curves(dataset: str, device: str) -> list[plots.Curve]:

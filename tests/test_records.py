@@ -255,7 +255,8 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
 def test_write_leaderboard(repo, folders, monkeypatch):
     """Both tracks of the toy: the record that came first, and the worse one, which losses and pictures are of."""
     before = (repo / "records" / "README.md").read_text()
-    monkeypatch.setattr(leaderboard, "BESIDE_RIVALS", {folders[1].name: "train_small.py"})
+    shutil.copy(repo / "out/a_0/log.jsonl", repo / "records/ours.jsonl")
+    monkeypatch.setattr(leaderboard, "BESIDE_RIVALS", ("train_small.py", "ours.jsonl", "a CPU"))
     swap(tracks.FILE, '"main_dataset": "p34"', '"main_dataset": "tiny"')
     swap(folders[0] / "README.md", "## Hypothesis", "Made by A. B. Writer.\n\n## Hypothesis")
     pictures = [repo / "records" / f"{name}.png" for name in ("curves", "training", "tokens")]
@@ -295,16 +296,14 @@ def test_write_leaderboard(repo, folders, monkeypatch):
 
 
 def test_what_the_pictures_show(repo, folders, monkeypatch):
-    """One run of each entry over seconds, and results over tokens of the same scored text."""
+    """A run over seconds, and results over tokens of the same scored text."""
     tracks_json = tracks.read() | {"main_dataset": "tiny"}
     monkeypatch.setattr(tracks, "read", lambda: tracks_json)
-    rows = leaderboard.rows_of("tiny")
 
-    def validations(log):
-        return [(line["train_seconds"], line["val_bpb"]) for line in log if "val_bpb" in line]
-
-    (curve,) = leaderboard.our_curves({"train_small.py": rows[0]})
-    assert curve.name == "train_small.py" and curve.points == validations(raw(repo, "b")[0])
+    log = raw(repo, "a")[0]
+    curve = leaderboard.our_curve("train_small.py", repo / "out/a_0/log.jsonl")
+    assert curve.name == "train_small.py" and len(curve.points) == sum("val_bpb" in line for line in log)
+    assert curve.points[-1] == (log[-1]["train_seconds"], log[-1]["val_bpb"])
 
     # The committed run, which is no entry, scored another text; this one scored the same.
     shutil.copy(repo / "out/a_0/log.jsonl", repo / "records")
