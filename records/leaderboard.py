@@ -231,7 +231,7 @@ def curves() -> str:
 
 
 def draw() -> list[Path]:
-    """Draws the curves of the newest entries on the main dataset, and results by training tokens. Returns the files."""
+    """Draws our run beside rivals, the newest entries on the main dataset, and results by tokens. Returns the files."""
     dataset = tracks.read()["main_dataset"]
     rows = rows_of(dataset)
     if not rows:
