@@ -25,9 +25,11 @@ The file reads downward; kernels come last. One training step is, in sections 3 
     11. ATTENTION     a Triton kernel, SDPA or FlashAttention 3 behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
 
-Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width,
-V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch
-(with those of padding), P packs, N matrices of R rows and C columns in a bank.
+Capitals at the end of a name are its shape: q_THK is (T, H, K). T packed tokens, D width, H heads,
+K head width, F MLP hidden width, M hidden width of mix(), V vocabulary, L layers, A layers with
+attention, E value embeddings, P packs, N targets of a token, G documents in a micro-batch (with those
+of padding) or channels that a gate reads, C width of a table's row. In the optimizer: N matrices of
+R rows and C columns.
 
 What lies between `shared` marks is the same in train_small.py (dev/sync.py compares). What differs
 are numbers of CONFIG and the rules that give them here. Those that were measured (dev/LOG.md):
@@ -352,7 +354,8 @@ class UpdateRule:
     optimizer: str
     lr_mult: float  # times Config.muon_lr or Config.adam_lr, times lr_multiplier()
     betas: tuple = ()  # two for Adam, one for RMSProp
-    # Cautious: p -= lr * weight_decay * lr_multiplier() * p; lr holds lr_multiplier() as well.
+    # p -= lr * weight_decay * lr_multiplier() * p where the update shrinks p too (cautious, arXiv 2510.12402).
+    # lr holds lr_multiplier() as well, so decay falls with its square.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of an MLP's second matrix (records 36, 48)
@@ -504,6 +507,40 @@ class Ranks:
             torch.accelerator.synchronize()
 
 
+@dataclass
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    reader_state: dict | None = None  # where the reader is
+    tokens: int = 0
+    train_seconds: float = 0.0
+    flops: float = 0.0
+    scores: dict | None = None  # of the weights of this very step, if they were evaluated
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    job: Pretraining
+    args: argparse.Namespace
+    ranks: Ranks
+    run_dir: Path
+    lock: object  # of run_dir, held while this object exists
+    machine: dict
+    log: Log
+    progress: Progress = field(default_factory=Progress)
+    state: TrainState | None = None
+    loader: PackLoader | None = None
+    peak_flops: float = math.inf  # FLOP/s of one device
+    stopper: Stopper | None = None
+    # Since the last line of the log:
+    clock: float = 0.0  # when training seconds were counted
+    logged: Progress | None = None
+    losses: list[Tensor] = field(default_factory=list)  # 0-D, on the device
+    batch: Batch | None = None  # of the last step
+
+
 def train(job: Pretraining, args: argparse.Namespace) -> dict:
     """The outline of a run; returns the result that is printed last."""
     # The data comes first: nothing is written before we know that there is enough of it.
@@ -591,7 +628,7 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    loss_scale: float = 1.0  # factor on all gradients, not 1 in fp16
+    loss_scale: float = 1.0  # factor on all gradients, 4096 in fp16; updates do not depend on it, but for epsilons
     dynamic_tokens: bool = False  # stages have micro-batches of different sizes
     step: int = 0
     averaged_steps: int = 0  # how many steps' weights each average is made of, see sample_average
@@ -601,7 +638,7 @@ class TrainState:
 def train_step(state: TrainState, batch: Batch) -> Tensor:
     """One step; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
     config = state.config
-    if state.model.loss_weights.numel() > 1:  # one is always 1, as in runs/encoder
+    if state.model.loss_weights.numel() > 1:  # a single one never changes
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
@@ -618,7 +655,8 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
             nats, row_gradients = replay(state, micro_batch, factor, is_first=(i == 0))
         loss += nats / targets
         gradients.append(row_gradients)
-    set_sparse_gradients(state.model, list(zip(*gradients, strict=True)))
+    gradients_of_tables = list(zip(*gradients, strict=True))
+    set_sparse_gradients(state.model, gradients_of_tables)
 
     state.optimizer.step(lr_multiplier(config, state.step), muon_momentum(config, state.step))
     state.step += 1
@@ -641,7 +679,7 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
     Args:    token_weight_T factor on the loss of each target
     Returns: the sum of nats, 0-D; the gradients of the rows of each n-gram table
     """
-    # The model gets leaf tensors of rows in place of its tables, and hashes again for the signs of bigrams.
+    # The model gets these rows, as leaf tensors, in place of its tables. It hashes again, for the signs.
     tables = ngram_tables(state.model)
     indices = []
     if tables:
@@ -655,13 +693,16 @@ def micro_step(state, micro_batch: MicroBatch, factor, token_weight_T=None) -> t
         # One compiled model serves all sizes as fast as one for each would, and compiles faster.
         for tensor in (*micro_batch.tensors(), *rows):
             torch._dynamo.mark_dynamic(tensor, 0)
-    options = {"ngram_rows": rows} if rows else {}
+    options = {"ngram_rows": rows} if rows else {}  # only what is there: an encoder takes neither
     if token_weight_T is not None:
         options["token_weight_T"] = token_weight_T
-    total, nats = state.forward(*micro_batch, **options)
-    (total * factor).backward()
-    looked_up = zip(indices, rows, strict=True)
-    return nats.sum(), [RowGradients(index_T, row_TC.grad) for index_T, row_TC in looked_up]
+    loss, nats_T = state.forward(*micro_batch, **options)
+    (loss * factor).backward()
+
+    row_gradients = []
+    for index_T, row_TC in zip(indices, rows, strict=True):
+        row_gradients.append(RowGradients(index_T, row_TC.grad))
+    return nats_T.sum(), row_gradients
 
 
 def ngram_tables(model: nn.Module) -> list[Tensor]:
@@ -698,7 +739,7 @@ class Graph:
     inputs: list[Tensor]  # those of the micro-batch, then the factor
     grads: list[Tensor | None]  # of each parameter
     nats: Tensor
-    table_gradients: list[RowGradients]
+    row_gradients: list[RowGradients]
 
 
 def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tensor, list[RowGradients]]:
@@ -718,7 +759,7 @@ def replay(state, micro_batch: MicroBatch, factor, is_first: bool) -> tuple[Tens
     for param, grad in zip(state.model.parameters(), graph.grads, strict=True):
         param.grad = grad
     # The next replay overwrites what the graph returns; nats are added up before it.
-    return graph.nats, [RowGradients(index.clone(), grad.clone()) for index, grad in graph.table_gradients]
+    return graph.nats, [RowGradients(index.clone(), grad.clone()) for index, grad in graph.row_gradients]
 
 
 def capture(state, key, micro_batch: MicroBatch, factor, is_first) -> tuple[Tensor, list[RowGradients]]:
@@ -738,9 +779,9 @@ def capture(state, key, micro_batch: MicroBatch, factor, is_first) -> tuple[Tens
     pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
     cuda = torch.cuda.CUDAGraph()
     with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
-        nats, table_gradients = micro_step(state, static_batch, inputs[-1])
+        nats, row_gradients = micro_step(state, static_batch, inputs[-1])
     static_grads = [param.grad for param in params]
-    state.graphs[key] = Graph(cuda, inputs, static_grads, nats, table_gradients)
+    state.graphs[key] = Graph(cuda, inputs, static_grads, nats, row_gradients)
 
     # .grad is now the graph's own tensors, so copy this micro-batch's gradients into them.
     if is_first:
@@ -792,6 +833,24 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     # Swaps quarters. Unlike cat(), flip() keeps the compiled kernel free of branches.
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
+
+
+def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised and rotated, q times q_factor."""
+    q, k, v = qkv.unbind(1)
+    q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
+    return q, rotate(norm(k), cos_TK, sin_TK), v
+
+
+def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = None) -> tuple:
+    """norm_rotate of x w^T, for an x from norm() and w (3 H K, D); with w8 in fp8, see QKV8."""
+    if w8 is not None:
+        return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
+    # Validation and decoding run this outside of a compiled model.
+    eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    rotated = compile_once(norm_rotate) if eager else norm_rotate
+    qkv = F.linear(normed_TD, w).view(len(normed_TD), 3, -1, cos_TK.size(-1))
+    return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
 def softcap(x: Tensor, cap: tuple) -> Tensor:
@@ -846,6 +905,18 @@ class Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g
+
+
+def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
+    """F.linear(x, w), (T, N) in the dtype of x; with w8 in fp8."""
+    return F.linear(x_TK, w_NK) if w8 is None else Linear8.apply(x_TK, w_NK, *w8)
+
+
+def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+    """relu(x up^T)^2 down, (T, D), for an x from norm(); with up8 and down8 in fp8, see MLP8."""
+    if up8 is not None:
+        return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
+    return F.relu(normed_TD @ up_FD.T).square() @ down_FD
 
 
 class LayerWeights(NamedTuple):
@@ -975,40 +1046,70 @@ class GPT(nn.Module):
             bits = torch.randint(0, 2, self.bigram_signs.shape, generator=rng)
             self.bigram_signs.copy_(bits * 2 - 1)
 
-    def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
-        """The matrices of each layer, for a trunk or for many; those of products8 in fp8 as well.
+    def forward(
+        self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,
+        token_weight_T=None, ngram_rows=None,
+    ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
+        """Packed documents, each blind to the others.
 
-        Scalars multiply matrices where they can: these have fewer numbers than activations (record
-        47), and a decoder needs that only once.
+        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
+                 (G + 1,) borders of documents, repeats are padding; max_doc bound on their length,
+                 a python int; token_weight_T fp32 (T,) factor on the loss of each target; ngram_rows
+                 as for the trunk
+        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
+                 detached, 0 where ignored; logits (T, V) if targets_T is None
         """
         c = self.config
-        scalar = dict(zip(SCALARS, self.scalars, strict=True))
+        first_T11 = (positions_T == 0)[:, None, None]
+        # Prepared once for all layers: attend_heads(q, k, v, i) uses windows[i], see section 11.
+        attend_heads = self.attention(self.windows, positions_T, cu_seqlens, max_doc)
+        if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
+            pair_positions = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
+            attend_pairs = self.attention((2 * c.window_short,), pair_positions, 2 * cu_seqlens, 2 * max_doc)
 
-        def scaled(bank: Tensor, name: str, layers: Iterable[int]) -> Tensor:
-            factors = torch.stack([scalar[name][layer] for layer in layers])
-            return (factors[:, None, None] * bank).to(bank.dtype)
+        def attend(layer, q, k, v):
+            if layer in c.key_offset_layers:
+                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T11)
+            if layer in c.paired_layers:
+                q2, k2, v2 = (x.reshape(2 * len(x), -1, c.head_dim) for x in (q, k, v))
+                return attend_pairs(q2, k2, v2, 0).reshape(q.shape)
+            return attend_heads(q, k, v, int(layer in c.long_layers))
 
-        v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
-        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
-        v = scaled(v, "scale_v", c.attention_layers)
-        o = scaled(o, "scale_o", c.attention_layers)
-        down = scaled(down, "scale_down", range(c.num_layers))
-        qkv = torch.cat((self.qk_bank, v), 1)
-        if c.swiglu:
-            up = torch.cat((self.gate_bank, up), 1)
+        previous_2T = previous_tokens(tokens_T)
+        hidden_TD = self.trunk(tokens_T, previous_2T, positions_T, attend, ngram_rows=ngram_rows)
+        if targets_T is None:
+            return self.logits(hidden_TD)
 
-        def in_fp8(product: str, bank: Tensor) -> list:
-            return weights_to_fp8(bank) if product in products8 else [None] * len(bank)
+        # Validation counts the next token alone; training adds more targets with weights.
+        training = torch.is_grad_enabled()
+        targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
+        term_weights = self.loss_weights if training else None
+        fp8 = training and "head" in self.fp8_products
+        return linear_cross_entropy(
+            hidden_TD, self.head, targets_NT, self.softcap, term_weights, token_weight_T, fp8=fp8
+        )
 
-        mlp = (up.unbind(0), down.unbind(0), in_fp8("MLP", up), in_fp8("MLP", down))
-        attention = (qkv.unbind(0), o.unbind(0), in_fp8("qkv", qkv), in_fp8("o", o))
-        weights = []
-        for layer in range(c.num_layers):
-            own = [bank[layer] for bank in mlp]
-            if layer in c.attention_layers:
-                own += [bank[c.attention_layers.index(layer)] for bank in attention]
-            weights.append(LayerWeights(*own))
-        return weights
+    def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
+        targets = [targets_T]
+        for ahead in range(1, len(self.config.mtp_weights)):
+            same_document = positions_T.roll(-ahead) == positions_T + ahead
+            targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
+        if self.config.prefix_weight:
+            prefix_T = self.prefix_ids[targets_T.clamp(min=0)].to(targets_T.dtype)
+            targets.append(torch.where(targets_T < 0, -1, prefix_T))
+        return torch.stack(targets)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Softcapped logits (T, V), fp32, of what the trunk returned."""
+        return softcap(F.linear(hidden_TD, self.head).float(), self.softcap)
+
+    @staticmethod
+    def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
+        """The unrotated half of each key is the previous token's: what followed it? (record 49)"""
+        K = k_THK.size(-1)
+        unrotated = torch.arange(K, device=k_THK.device) >= K // 2
+        return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
 
     def trunk(self, tokens_T, previous_2T, positions_T, attend, weights=None, ngram_rows=None) -> Tensor:
         """Everything between token ids and the head.
@@ -1068,8 +1169,8 @@ class GPT(nn.Module):
     def attend_layer(self, normed_TD, to_values, layer, w: LayerWeights, inputs, attend) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D)."""
         c = self.config
-        rotary = (inputs.cos, inputs.sin, self.attention_scale)
-        q, k, v = project_qkv(normed_TD, w.qkv, *rotary, w.qkv8)
+        # q and k come back normalised (QK norm) and rotated, q also scaled.
+        q, k, v = project_qkv(normed_TD, w.qkv, inputs.cos, inputs.sin, self.attention_scale, w.qkv8)
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(normed_TD, self.value_gate[e])
@@ -1139,69 +1240,40 @@ class GPT(nn.Module):
         w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # four times (T, 1)
         return w[0] * x0_TD + w[1] * x_TD, w[2] * x0_TD + w[3] * x_TD
 
-    def forward(
-        self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,
-        token_weight_T=None, ngram_rows=None,
-    ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
-        """Packed documents, each blind to the others.
+    def layer_weights(self, products8: tuple[str, ...] = ()) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many; those of products8 in fp8 as well.
 
-        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
-                 (G + 1,) borders of documents, repeats are padding; max_doc bound on their length,
-                 a python int; token_weight_T fp32 (T,) factor on the loss of each target; ngram_rows
-                 as for the trunk
-        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
-                 detached, 0 where ignored; logits (T, V) if targets_T is None
+        Scalars multiply matrices where they can: these have fewer numbers than activations (record
+        47), and a decoder needs that only once.
         """
         c = self.config
-        first_T11 = (positions_T == 0)[:, None, None]
-        attention = self.attention(self.windows, positions_T, cu_seqlens, max_doc)  # see section 11
-        if c.paired_layers:  # two rows a token: heads h and h + H / 2 share a softmax
-            rows_2T = torch.stack((2 * positions_T, 2 * positions_T + 1), 1).flatten()
-            paired = self.attention((2 * c.window_short,), rows_2T, 2 * cu_seqlens, 2 * max_doc)
+        scalar = dict(zip(SCALARS, self.scalars, strict=True))
 
-        def attend(layer, q, k, v):
-            if layer in c.key_offset_layers:
-                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T11)
-            if layer in c.paired_layers:
-                q2, k2, v2 = (x.reshape(2 * len(x), -1, c.head_dim) for x in (q, k, v))
-                return paired(q2, k2, v2, 0).reshape(q.shape)
-            return attention(q, k, v, int(layer in c.long_layers))
+        def scaled(bank: Tensor, name: str, layers: Iterable[int]) -> Tensor:
+            factors = torch.stack([scalar[name][layer] for layer in layers])
+            return (factors[:, None, None] * bank).to(bank.dtype)
 
-        previous_2T = previous_tokens(tokens_T)
-        hidden_TD = self.trunk(tokens_T, previous_2T, positions_T, attend, None, ngram_rows)
-        if targets_T is None:
-            return self.logits(hidden_TD)
+        v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
+        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
+        v = scaled(v, "scale_v", c.attention_layers)
+        o = scaled(o, "scale_o", c.attention_layers)
+        down = scaled(down, "scale_down", range(c.num_layers))
+        qkv = torch.cat((self.qk_bank, v), 1)
+        if c.swiglu:
+            up = torch.cat((self.gate_bank, up), 1)
 
-        # Validation counts the next token alone; training adds more targets with weights.
-        training = torch.is_grad_enabled()
-        targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
-        term_weights = self.loss_weights if training else None
-        fp8 = training and "head" in self.fp8_products
-        return linear_cross_entropy(
-            hidden_TD, self.head, targets_NT, self.softcap, term_weights, token_weight_T, fp8=fp8
-        )
+        def in_fp8(product: str, bank: Tensor) -> list:
+            return weights_to_fp8(bank) if product in products8 else [None] * len(bank)
 
-    def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
-        """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
-        targets = [targets_T]
-        for ahead in range(1, len(self.config.mtp_weights)):
-            same_document = positions_T.roll(-ahead) == positions_T + ahead
-            targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
-        if self.config.prefix_weight:
-            prefix_T = self.prefix_ids[targets_T.clamp(min=0)].to(targets_T.dtype)
-            targets.append(torch.where(targets_T < 0, -1, prefix_T))
-        return torch.stack(targets)
-
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Softcapped logits (T, V), fp32, of what the trunk returned."""
-        return softcap(F.linear(hidden_TD, self.head).float(), self.softcap)
-
-    @staticmethod
-    def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        """The unrotated half of each key is the previous token's: what followed it? (record 49)"""
-        K = k_THK.size(-1)
-        unrotated = torch.arange(K, device=k_THK.device) >= K // 2
-        return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
+        mlp = (up.unbind(0), down.unbind(0), in_fp8("MLP", up), in_fp8("MLP", down))
+        attention = (qkv.unbind(0), o.unbind(0), in_fp8("qkv", qkv), in_fp8("o", o))
+        weights = []
+        for layer in range(c.num_layers):
+            own = [bank[layer] for bank in mlp]
+            if layer in c.attention_layers:
+                own += [bank[c.attention_layers.index(layer)] for bank in attention]
+            weights.append(LayerWeights(*own))
+        return weights
 
 
 def previous_tokens(tokens_T: Tensor) -> Tensor:
@@ -1367,104 +1439,6 @@ class PackLoader:
 # reduce-scatters gradients, updates slices, and all-gathers weights in the model's dtype. But a table with
 # sparse gradients is whole on every rank, and only rows that were looked up are exchanged.
 
-# Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
-POLAR_EXPRESS = (
-    (7.871436, -20.937255, 14.627350),
-    (3.781651, -2.618773, 0.476315),
-    (3.149197, -2.269902, 0.453804),
-    (2.216045, -1.591900, 0.410524),
-)
-
-
-def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
-    x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    tall = x.size(-2) > x.size(-1)
-    # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
-    for a, b, c in POLAR_EXPRESS:
-        gram = sym_mm(x.mT if tall else x)
-        poly = sym_mm(gram, c, b, a)  # a I is added here, in the smaller matrix, not a x below
-        x = x @ poly if tall else poly @ x
-    return x
-
-
-def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
-    """Nesterov momentum: moves the fp32 buffer to the gradient; returns their blend in dtype."""
-    grad = grad.float()
-    buffer.lerp_(grad, 1 - momentum)
-    return grad.lerp(buffer, momentum).to(dtype)
-
-
-def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
-    """master -= lr * (factor * update + decay * master); decay only where the update shrinks it too.
-
-    Args: master fp32, update (N, R, C); positive factor fp32 (N, R, 1) or (N, 1, C); lr fp32
-          (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
-    """
-    update = update.float() * factor
-    agrees = update * master >= 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if param is not None:
-        param.copy_(master)
-
-
-def adam_update(
-    master, grad, exp_avg, exp_avg_sq, param,
-    *, lr, beta1, beta2, correction1, correction2, eps, decay,
-) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place; all fp32 but for grad and param."""
-    grad = grad.float()
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
-    agrees = update * master > 0  # so what has had no gradient yet does not decay
-    master.sub_(lr * (update + decay * master * agrees))
-    if param is not None:
-        param.copy_(master)
-
-
-@functools.cache
-def compile_once(function: Callable) -> Callable:
-    """A compiled function without gradients; no size or number makes it compile again."""
-    compiled = torch.compile(function, fullgraph=True, dynamic=True)
-
-    def call(*arguments, **numbers):
-        # torch.compile guards on the base of a view and would recompile for each; .data has none. Numbers
-        # become tensors, as it would compile again for each new rate.
-        arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
-        return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
-
-    return call
-
-
-def normuon_update(
-    master, grad, momentum_buffer, second_moment, mult, param,
-    *, lr, momentum, beta2, decay, dtype, compiled=False,
-) -> None:  # fmt: skip
-    """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
-
-    Args: master, grad, momentum_buffer (N, R, C); second_moment (N, R, 1), or (N, 1, C) for wide
-          matrices; mult (N, 1, 1) factors on lr; param as in step_cautiously; dtype for polar_express
-    """
-    blend = compile_once(blend_momentum) if compiled else blend_momentum
-    step = compile_once(step_cautiously) if compiled else step_cautiously
-    # Flat, so that banks of all shapes share one compiled function.
-    flat = (grad.view(-1), momentum_buffer.view(-1))
-    blended = blend(*flat, dtype, momentum=momentum)
-    update = polar_express(blended.view(master.shape))
-
-    # Each row of a tall update, or column of a wide one, is divided by the root of its second moment.
-    # Then the update of each matrix gets back the norm that it had.
-    axis = -1 if update.size(-2) >= update.size(-1) else -2
-    squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
-    second_moment.lerp_(squares / update.size(axis), 1 - beta2)
-    factor = second_moment.clamp_min(1e-10).rsqrt()
-    norm_before = squares.sum((-2, -1), keepdim=True).sqrt()
-    norm_after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
-    factor *= norm_before / norm_after.clamp_min(1e-10)
-    step(master, update, factor, lr * mult, param, decay=decay)
-
-
 @dataclass(eq=False)
 class Slot:
     """One parameter with this rank's slice of its optimizer state."""
@@ -1526,10 +1500,48 @@ class Optimizer:
         return Slot(name, param, rule, shape, sharded, per_rank)
 
     @torch.no_grad()
-    def step(self, schedule: float, momentum: float) -> None:
+    def reset(self) -> None:
+        """Copies the master weights from the model and zeroes the moments."""
+        for slot in self.slots:
+            slot.updates = 0
+            weights = slot.param.detach().view(slot.shape)
+            # fp32 needs no copy, nor do sparse tables in bf16, which are rounded stochastically.
+            precise = (torch.float32, torch.bfloat16) if slot.rule.sparse else (torch.float32,)
+            slot.aliased = weights.dtype in precise and not slot.sharded
+            if slot.aliased:
+                slot.master = weights
+            else:
+                slot.master = slot.moments = None  # old and new may not fit together
+                slot.master = self.own_rows(slot, weights).float()
+            if slot.rule.optimizer == "normuon":
+                self.reset_normuon(slot)
+            elif slot.rule.optimizer == "rmsprop":
+                slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0], dtype=torch.float32)}
+            else:
+                names = ("exp_avg", "exp_avg_sq")
+                slot.moments = {name: torch.zeros_like(slot.master) for name in names}
+            if self.config.average > 0 and slot.rule.average:
+                slot.moments["average"] = torch.zeros_like(slot.master)
+
+    def reset_normuon(self, slot: Slot) -> None:
+        N, R, C = slot.master.shape
+        device = slot.master.device
+        slot.moments = {
+            "momentum": torch.zeros(N, R, C, device=device),
+            "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
+        }
+        # sqrt(rows / columns): each row of a tall matrix moves as far as one of a square matrix.
+        mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
+        mult[1::2] *= slot.rule.odd_mult
+        slot.mult = self.own_rows(slot, mult)
+        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
+        slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, momentum: float) -> None:
         """Sums gradients over ranks, updates, gathers; skipped if a gradient in fp16 overflowed.
 
-        Args: schedule, momentum lr_multiplier() and muon_momentum() of this step
+        Args: lr_factor, momentum lr_multiplier() and muon_momentum() of this step
         """
         slots = [slot for slot in self.slots if slot.param.grad is not None]
 
@@ -1542,9 +1554,9 @@ class Optimizer:
         gathers = []
         for gradient in gradients:
             gradient.wait()
-            own = self.update(gradient, schedule, momentum)
+            new_weights = self.update(gradient, lr_factor, momentum)
             if gradient.slot.sharded:
-                gathers.append(self.start_gather(gradient.slot, own))
+                gathers.append(self.start_gather(gradient.slot, new_weights))
 
         # 3. The next forward needs all weights. Padded ones were gathered beside their parameter.
         for gathered in gathers:
@@ -1561,46 +1573,49 @@ class Optimizer:
             gradient.wait()
         return not self.all_finite([gradient.tensor for gradient in gradients])
 
-    def update(self, gradient: Pending, schedule: float, momentum: float) -> Tensor | None:
+    def update(self, gradient: Pending, lr_factor: float, momentum: float) -> Tensor | None:
         """Updates master and moments by the slot's rule; returns this rank's new weights."""
         slot = gradient.slot
         rule = slot.rule
         slot.updates += 1
-        own = None  # where the master is the parameter itself
-        if not slot.aliased:  # the old weights at first, as RMSProp writes only rows with a gradient
-            own = self.own_rows(slot, slot.param.detach().view(slot.shape))
+        # Receives the result in the model's dtype; None: the master is the parameter itself.
+        new_weights = None
+        if not slot.aliased:
+            # The old ones at first, as RMSProp writes only rows with a gradient.
+            new_weights = self.own_rows(slot, slot.param.detach().view(slot.shape))
         rate = self.config.muon_lr if rule.optimizer == "normuon" else self.config.adam_lr
-        lr = rate * rule.lr_mult * schedule
-        decay = rule.weight_decay * schedule
+        lr = rate * rule.lr_mult * lr_factor
+        decay = rule.weight_decay * lr_factor
         if rule.optimizer == "normuon":
-            self.update_normuon(gradient, own, momentum, lr, decay)
+            self.update_normuon(gradient, new_weights, momentum, lr, decay)
         elif rule.optimizer == "rmsprop":
             (beta2,) = rule.betas
             rmsprop_update(
-                slot.master, gradient.tensor, slot.moments["second_moment"], own, gradient.index,
+                slot.master, gradient.tensor, slot.moments["second_moment"], new_weights, gradient.index,
                 lr=lr, beta2=beta2, correction=1 - beta2**slot.updates, eps=self.config.adam_eps, decay=decay,
             )  # fmt: skip
         else:
-            self.update_adam(gradient, own, lr, decay)
-        return own
+            self.update_adam(gradient, new_weights, lr, decay)
+        return new_weights
 
-    def update_normuon(self, gradient: Pending, own: Tensor | None, momentum: float, lr: float, decay: float) -> None:
+    def update_normuon(self, gradient: Pending, new_weights, momentum: float, lr: float, decay: float) -> None:
         """NorMuon, for some matrices at a time, which limits temporary memory."""
         slot = gradient.slot
         tensors = (slot.master, gradient.tensor, slot.moments["momentum"], slot.moments["second_moment"], slot.mult)
         for start in range(0, len(slot.master), slot.matrices_at_once):
             some = slice(start, start + slot.matrices_at_once)
             normuon_update(
-                *(t[some] for t in tensors), None if own is None else own[some], lr=lr, momentum=momentum,
-                beta2=self.config.muon_beta2, decay=decay, dtype=self.muon_dtype, compiled=self.compiled,
+                *(t[some] for t in tensors), None if new_weights is None else new_weights[some],
+                lr=lr, momentum=momentum, beta2=self.config.muon_beta2, decay=decay,
+                dtype=self.muon_dtype, compiled=self.compiled,
             )  # fmt: skip
 
-    def update_adam(self, gradient: Pending, own: Tensor | None, lr: float, decay: float) -> None:
+    def update_adam(self, gradient: Pending, new_weights: Tensor | None, lr: float, decay: float) -> None:
         slot = gradient.slot
         beta1, beta2 = slot.rule.betas
-        tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
+        tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], new_weights)
         # Scalars, which are their own master, are not worth compiling.
-        function = compile_once(adam_update) if self.compiled and own is not None else adam_update
+        function = compile_once(adam_update) if self.compiled and new_weights is not None else adam_update
         function(
             *(None if t is None else t.view(-1) for t in tensors),
             lr=lr, beta1=beta1, correction1=1 - beta1**slot.updates, beta2=beta2,
@@ -1670,44 +1685,6 @@ class Optimizer:
 
     # -- state
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Copies the master weights from the model and zeroes the moments."""
-        for slot in self.slots:
-            slot.updates = 0
-            weights = slot.param.detach().view(slot.shape)
-            # fp32 needs no copy, nor do sparse tables in bf16, which are rounded stochastically.
-            precise = (torch.float32, torch.bfloat16) if slot.rule.sparse else (torch.float32,)
-            slot.aliased = weights.dtype in precise and not slot.sharded
-            if slot.aliased:
-                slot.master = weights
-            else:
-                slot.master = slot.moments = None  # old and new may not fit together
-                slot.master = self.own_rows(slot, weights).float()
-            if slot.rule.optimizer == "normuon":
-                self.reset_normuon(slot)
-            elif slot.rule.optimizer == "rmsprop":
-                slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0], dtype=torch.float32)}
-            else:
-                names = ("exp_avg", "exp_avg_sq")
-                slot.moments = {name: torch.zeros_like(slot.master) for name in names}
-            if self.config.average > 0 and slot.rule.average:
-                slot.moments["average"] = torch.zeros_like(slot.master)
-
-    def reset_normuon(self, slot: Slot) -> None:
-        N, R, C = slot.master.shape
-        device = slot.master.device
-        slot.moments = {
-            "momentum": torch.zeros(N, R, C, device=device),
-            "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
-        }
-        # sqrt(rows / columns): each row of a tall matrix moves as far as one of a square matrix.
-        mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
-        mult[1::2] *= slot.rule.odd_mult
-        slot.mult = self.own_rows(slot, mult)
-        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
-        slot.matrices_at_once = largest_divisor(N, 2**27 // (R * C))
-
     def weights(self) -> dict[str, Tensor]:
         """Whole master weights, fp32 but for sparse tables in bf16. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
@@ -1747,6 +1724,106 @@ class Optimizer:
         if self.ranks.world > 1:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return finite.item() > 0
+
+
+# -- update rules
+
+
+def normuon_update(
+    master, grad, momentum_buffer, second_moment, mult, param,
+    *, lr, momentum, beta2, decay, dtype, compiled=False,
+) -> None:  # fmt: skip
+    """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
+
+    Args: master, grad, momentum_buffer (N, R, C); second_moment (N, R, 1), or (N, 1, C) for wide
+          matrices; mult (N, 1, 1) factors on lr; param as in step_cautiously; dtype for polar_express
+    """
+    blend_function = compile_once(blend_momentum) if compiled else blend_momentum
+    step_function = compile_once(step_cautiously) if compiled else step_cautiously
+    # Flat, so that banks of all shapes share one compiled function.
+    blended = blend_function(grad.view(-1), momentum_buffer.view(-1), dtype, momentum=momentum)
+    update = polar_express(blended.view(master.shape))
+
+    # Each row of a tall update, or column of a wide one, is divided by the root of its second moment.
+    # Then the update of each matrix gets back the norm that it had.
+    axis = -1 if update.size(-2) >= update.size(-1) else -2
+    squares = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32).square()
+    second_moment.lerp_(squares / update.size(axis), 1 - beta2)
+    factor = second_moment.clamp_min(1e-10).rsqrt()
+    norm_before = squares.sum((-2, -1), keepdim=True).sqrt()
+    norm_after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
+    factor *= norm_before / norm_after.clamp_min(1e-10)
+    step_function(master, update, factor, lr * mult, param, decay=decay)
+
+
+def blend_momentum(grad, buffer, dtype, *, momentum) -> Tensor:
+    """Nesterov momentum: moves the fp32 buffer to the gradient; returns their blend in dtype."""
+    grad = grad.float()
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum).to(dtype)
+
+
+# Coefficients (a, b, c) for four iterations, computed as in Polar Express (arXiv 2505.16932).
+POLAR_EXPRESS = (
+    (7.871436, -20.937255, 14.627350),
+    (3.781651, -2.618773, 0.476315),
+    (3.149197, -2.269902, 0.453804),
+    (2.216045, -1.591900, 0.410524),
+)
+
+
+def polar_express(matrices_NRC: Tensor) -> Tensor:
+    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
+    x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    tall = x.size(-2) > x.size(-1)
+    # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
+    for a, b, c in POLAR_EXPRESS:
+        gram = sym_mm(x.mT if tall else x)
+        poly = sym_mm(gram, alpha=c, beta=b, gamma=a)  # c A A + b A + a I
+        x = x @ poly if tall else poly @ x
+    return x
+
+
+def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
+    """master -= lr * (factor * update + decay * master); decay only where the update shrinks it too.
+
+    Args: master fp32, update (N, R, C); positive factor fp32 (N, R, 1) or (N, 1, C); lr fp32
+          (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
+    """
+    update = update.float() * factor
+    agrees = update * master >= 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if param is not None:
+        param.copy_(master)
+
+
+def adam_update(
+    master, grad, exp_avg, exp_avg_sq, param,
+    *, lr, beta1, beta2, correction1, correction2, eps, decay,
+) -> None:  # fmt: skip
+    """One Adam step with cautious weight decay, in place; all fp32 but for grad and param."""
+    grad = grad.float()
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0  # so what has had no gradient yet does not decay
+    master.sub_(lr * (update + decay * master * agrees))
+    if param is not None:
+        param.copy_(master)
+
+
+@functools.cache
+def compile_once(function: Callable) -> Callable:
+    """A compiled function without gradients; no size or number makes it compile again."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+
+    def call(*arguments, **numbers):
+        # torch.compile guards on the base of a view and would recompile for each; .data has none. Numbers
+        # become tensors, as it would compile again for each new rate.
+        arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
+        return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
+
+    return call
 
 
 # -- averages of the weights in the last part of the run (modded-nanogpt PR 360)
@@ -2036,40 +2113,6 @@ class Pretraining:
     def seconds_left(self, run: Run, entry: dict) -> float:
         """By tokens, as later steps may be larger. Args: entry of the log"""
         return max(self.config.tokens - run.progress.tokens, 0) / entry["tokens_per_second"]
-
-
-@dataclass
-class Progress:
-    """How far a run has come; saved with every checkpoint."""
-
-    reader_state: dict | None = None  # where the reader is
-    tokens: int = 0
-    train_seconds: float = 0.0
-    flops: float = 0.0
-    scores: dict | None = None  # of the weights of this very step, if they were evaluated
-
-
-@dataclass
-class Run:
-    """A run under way."""
-
-    job: Pretraining
-    args: argparse.Namespace
-    ranks: Ranks
-    run_dir: Path
-    lock: object  # of run_dir, held while this object exists
-    machine: dict
-    log: Log
-    progress: Progress = field(default_factory=Progress)
-    state: TrainState | None = None
-    loader: PackLoader | None = None
-    peak_flops: float = math.inf  # FLOP/s of one device
-    stopper: Stopper | None = None
-    # Since the last line of the log:
-    clock: float = 0.0  # when training seconds were counted
-    logged: Progress | None = None
-    losses: list[Tensor] = field(default_factory=list)  # 0-D, on the device
-    batch: Batch | None = None  # of the last step
 
 
 def write_description(run: Run) -> None:
@@ -3591,11 +3634,6 @@ class Linear8(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8 | None = None) -> Tensor:
-    """F.linear(x, w), (T, N) in the dtype of x; with w8 in fp8."""
-    return F.linear(x_TK, w_NK) if w8 is None else Linear8.apply(x_TK, w_NK, *w8)
-
-
 def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
     # |gradient| <= slope * sum of term weights * token weight
@@ -3993,13 +4031,6 @@ class MLP8(torch.autograd.Function):
         return dx, dup, ddown, *(None,) * 6
 
 
-def mlp_relu2(normed_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """relu(x up^T)^2 down, (T, D), for an x from norm(); with up8 and down8 in fp8, see MLP8."""
-    if up8 is not None:
-        return MLP8.apply(normed_TD, up_FD, down_FD, *up8, *down8)
-    return F.relu(normed_TD @ up_FD.T).square() @ down_FD
-
-
 # -- sliding-window attention on packed documents, faster than torch's varlen_attn. Query i sees
 # keys bounds[0, i] <= j <= i; key j is seen by queries j <= i <= bounds[1, j]; no bound decreases.
 
@@ -4197,13 +4228,6 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
 # q and k are written once and not read; a second kernel computes their gradient.
 
 
-def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, q_factor: Tensor):
-    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q, k normalised and rotated, q times q_factor."""
-    q, k, v = qkv.unbind(1)
-    q = rotate(scale_fp32(q_factor, norm(q)), cos_TK, sin_TK)
-    return q, rotate(norm(k), cos_TK, sin_TK), v
-
-
 NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
 
 
@@ -4386,17 +4410,6 @@ class QKV8(torch.autograd.Function):
         dx = product8(g8, w8.transposed, g_scale * w8.scale, dq.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), g_scale * x_scale, dq.dtype)
         return dx, dw, *(None,) * 6
-
-
-def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = None) -> tuple:
-    """norm_rotate of x w^T, for an x from norm() and w (3 H K, D); with w8 in fp8, see QKV8."""
-    if w8 is not None:
-        return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
-    # Validation and decoding run this outside of a compiled model.
-    eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    rotated = compile_once(norm_rotate) if eager else norm_rotate
-    qkv = F.linear(normed_TD, w).view(len(normed_TD), 3, -1, cos_TK.size(-1))
-    return rotated(qkv, cos_TK, sin_TK, q_factor)
 
 
 # <<< shared: sections_2_to_12
