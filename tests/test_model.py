@@ -115,7 +115,7 @@ def test_paired_heads_by_their_definition():
     T, H, K = 11, config.num_heads, config.head_dim
     q, k, v = torch.randn(3, T, H, K, generator=torch.Generator().manual_seed(0))
     found = {}
-    model.trunk = lambda tokens, previous, positions, attend, **options: found.update(y=attend(0, q, k, v)) or q.flatten(1)
+    model.trunk = lambda tokens, previous, positions, attend, **_: found.update(y=attend(0, q, k, v)) or q.flatten(1)
     positions = torch.cat((torch.arange(7), torch.arange(4)))
     model(torch.arange(T), None, positions, torch.tensor([0, 7, 11]).int(), 64)
     for t in range(T):
