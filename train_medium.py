@@ -2389,7 +2389,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         shares = {stage.packs // ranks.world for stage in config.stage_table}
         state.dynamic_tokens = len({largest_divisor(share, micro_packs) for share in shares}) > 1
         state.graphs = {} if config.cuda_graphs else None
-    if dtype == torch.float16:  # has no room for small gradients; updates are relative, but for epsilons
+    if dtype == torch.float16:  # else small gradients become 0
         state.loss_scale = 2.0**12
     describe_state(state, say)
     reset_state(state)

@@ -82,7 +82,7 @@ def test_another_text_is_refused(tmp_path):
 def test_fresh_text(tmp_path):
     """Other validation documents, none of which the text to leave out trains on; training text stays as it was."""
     words = [f"word{i} " * 9 for i in range(40)]
-    parts = {"base": words[:4], "seen": words[:20], "unseen": words[30:10:-1], "val": words[38:]}
+    parts = {"base": words[:4], "seen": words[:20], "unseen": words[10:31], "val": words[38:]}
     for name, documents in parts.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
         (tmp_path / f"{name}.jsonl").write_text(lines)
@@ -90,25 +90,24 @@ def test_fresh_text(tmp_path):
     def run(script, *argv):
         return subprocess.run([sys.executable, ROOT / script, *argv], cwd=tmp_path, capture_output=True, text=True)
 
-    base, seen, unseen = ("base", "--vocab-size", "265"), ("seen",), ("unseen",)
-    for name, *flags in (base, seen, unseen):
-        flags = flags or ["--tokenizer", "base/tokenizer.json"]
+    for name in ("base", "seen", "unseen"):
+        flags = ["--vocab-size", "265"] if name == "base" else ["--tokenizer", "base/tokenizer.json"]
         argv = ["--source", f"{name}.jsonl", "--val-source", "val.jsonl", "--out", name, *flags]
         assert run("data/pretrain.py", *argv).returncode == 0
 
-    flags = ["base", "--seen", "seen", "--unseen", "unseen"]
-    made = run("records/rivals/fresh_text.py", *flags, "--documents", "5", "--out", "fresh")
-    assert "5 documents" in made.stdout, made.stderr
+    made = run("records/rivals/fresh_text.py", "base", "--seen", "seen", "--unseen", "unseen", "--out", "fresh")
+    assert "2 documents" in made.stdout, made.stderr
     assert run("data/check.py", "fresh").returncode == 0
     tokenizer = ts.Tokenizer(tmp_path / "fresh/tokenizer.json")
     tokens = np.fromfile(tmp_path / "fresh/pretrain/val_000000.bin", dtype=np.uint16)[512:]
     found = tokenizer.decode(tokens.tolist()).split("<|bos|>")
-    assert [text for text in found if text] == words[30:25:-1]
+    assert [text for text in found if text] == words[20:22]
     train = "pretrain/train_000000.bin"
     assert (tmp_path / "fresh" / train).read_bytes() == (tmp_path / "base" / train).read_bytes()
 
-    few = run("records/rivals/fresh_text.py", *flags, "--documents", "12", "--out", "more")
-    assert "unseen has 11 documents that seen has not" in few.stderr and not (tmp_path / "more").exists()
+    few = run("records/rivals/fresh_text.py", "base", "--seen", "seen", "--unseen", "base", "--out", "more")
+    assert "base has 0 documents that seen has not, but 2 are needed" in few.stderr
+    assert not (tmp_path / "more").exists()
 
 
 # -- copies

@@ -1,11 +1,12 @@
 """A copy of P34 or P100 with other validation text, on which no setting was ever chosen.
 
-    python records/rivals/fresh_text.py data/shards/p34 --unseen data/shards/p400 --seen data/shards/p100 \
+    python records/rivals/fresh_text.py data/shards/p34 --seen data/shards/p100 --unseen data/shards/p400 \
         --out data/shards/p34_fresh
 
-Its validation documents are the first of `--unseen` that `--seen` does not train on: those of P400 that are not in
-P100, so from other projects than P34's and P100's. The order of documents in P400 is that of their hashes, which
-mixes its 475 other projects, and near duplicates of documents of P100 are not in P400. Training shards stay the same.
+Its validation documents, as many as before, are the first of `--unseen` that `--seen` does not train on: those of P400
+that are not in P100, so from other projects than P34's and P100's. The order of documents in P400 is that of their
+hashes, which mixes its 475 other projects, and near duplicates of documents of P100 are not in P400. Training shards
+stay the same.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import hashlib
 import itertools
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,7 @@ from dataset import (
 VAL = "pretrain/val_000000.bin"
 
 
-def train_documents(folder: Path, dataset: dict) -> itertools.chain:
+def train_documents(folder: Path, dataset: dict) -> Iterator[bytes]:
     """The bytes of each training document's tokens."""
     shards = [folder / name for name in dataset["files"] if name.startswith("pretrain/train_")]
     return read_documents(shards, dataset["bos_id"])
@@ -44,7 +46,6 @@ def main() -> None:
     parser.add_argument("base", type=Path, metavar="DIR", help="dataset directory to copy")
     parser.add_argument("--seen", type=Path, required=True, metavar="DIR", help="dataset whose training text it avoids")
     parser.add_argument("--unseen", type=Path, required=True, metavar="DIR", help="dataset to take documents from")
-    parser.add_argument("--documents", type=int, default=2390, help="number of documents (default: 2390, as in P34)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new dataset directory")
     args = parser.parse_args()
 
@@ -58,9 +59,10 @@ def main() -> None:
     trained = {hashlib.sha256(document).digest() for document in train_documents(args.seen, seen)}
     others = train_documents(args.unseen, unseen)
     fresh = (document for document in others if hashlib.sha256(document).digest() not in trained)
-    documents = list(itertools.islice(fresh, args.documents))
-    if len(documents) < args.documents:
-        fail(f"{args.unseen} has {len(documents):,} documents that {args.seen} has not; lower --documents")
+    count = base["splits"]["val"]["documents"]
+    documents = list(itertools.islice(fresh, count))
+    if len(documents) < count:
+        fail(f"{args.unseen} has {len(documents):,} documents that {args.seen} has not, but {count:,} are needed")
 
     shutil.copytree(args.base, args.out, ignore=shutil.ignore_patterns("val_*", "progress.json", ".lock"))
     tokens = np.frombuffer(b"".join(documents), dtype=np.uint16)
