@@ -31,7 +31,7 @@ BEGIN = "<!-- written by records/leaderboard.py; do not edit -->"
 END = "<!-- /written -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "peak_memory_gib")
 TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(METRICS[key][0] for key in SHOWN[1:])]
-BEST_TITLES = ["tracks", "GPU", "fewest bits per byte", "fewest seconds to a target"]
+BEST_TITLES = ["tracks", "GPU", "record in bits per byte", "record in seconds to a target"]
 NOT_PUBLISHED = ("b34", "b34-remade")  # text that nobody else has, whose records only the folded tables show
 FRACTIONS = (0.1, 0.25, 0.5, 1.0)  # of a run, in CURVES.md
 # Our run in curves.png: its name there, its log and its GPU, since seconds of different GPUs do not compare. It has an
