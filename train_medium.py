@@ -210,7 +210,7 @@ class Config:
     data: str = "data/shards/climbmix"  # dataset directory
     seed: int = 0  # seed of the first weights
     eval_every: int = 250  # steps between validations; 0: only at the end
-    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: never
+    save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: only if it is stopped
     log_every: int = 10  # steps between lines of the log
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; the best is kept as well
     micro_batch_tokens: int = 0  # tokens that a GPU processes at once; 0: chosen by free memory
@@ -848,7 +848,7 @@ def project_qkv(normed_TD, w, cos_TK, sin_TK, q_factor, w8: Weight8 | None = Non
         return QKV8.apply(normed_TD, w, cos_TK, sin_TK, q_factor, *w8)
     # Validation and decoding run this outside of a compiled model.
     eager = normed_TD.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    rotated = compile_once(norm_rotate) if eager else norm_rotate
+    rotated = compile_once(norm_rotate) if eager and triton is not None else norm_rotate
     qkv = F.linear(normed_TD, w).view(len(normed_TD), 3, -1, cos_TK.size(-1))
     return rotated(qkv, cos_TK, sin_TK, q_factor)
 
@@ -1773,7 +1773,7 @@ POLAR_EXPRESS = (
 
 
 def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.7 % of the norm stay smaller."""
+    """Sets singular values of (N, R, C) to 0.9-1.1; those below 0.5 % of the norm stay smaller."""
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
     # x <- (a I + b A + c A A) x, where A = x x^T, and A = x^T x on the right of a tall x.
@@ -3166,9 +3166,9 @@ def resumed_config(args: argparse.Namespace) -> Config:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--resume cannot change {flag}: {run_dir} has {saved}; omit it")
     config = change_config(base, args)
-    # A relative path is that of the folder where the run began.
+    # A relative path that is not here is that of the folder where the run began.
     data = Path(read_description(run_dir)["folder"]) / config.data
-    if args.data is None and data.is_dir():
+    if args.data is None and data.is_dir() and not Path(config.data).is_dir():
         config = dataclasses.replace(config, data=str(data))
     return config
 

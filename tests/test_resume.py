@@ -365,6 +365,19 @@ def test_what_is_free(run_dir, dataset_dir, tmp_path):
     assert ts.read_config(run_dir).data == str(elsewhere)
 
 
+def test_a_relative_path_of_the_text_stays_relative(dataset_dir, tmp_path, monkeypatch):
+    """So a folder with run and text may move. From another folder the text is found as well."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(dataset_dir, "text")
+    passes(*flags("text", "run", steps=3))
+    passes("--resume", "--run-dir", "run", "--steps", "5")
+    assert ts.read_config(tmp_path / "run").data == "text"
+
+    monkeypatch.chdir(tmp_path.parent)
+    passes("--resume", "--run-dir", tmp_path / "run", "--steps", "7")
+    assert ts.read_config(tmp_path / "run").data == str(tmp_path / "text")
+
+
 def test_resume_remembers_new_flags(run_dir):
     """A run that is made longer and stopped again goes on to its new end without the flags being said twice."""
     before = ts.read_description(run_dir)
