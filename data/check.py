@@ -34,7 +34,8 @@ def find_problems(folder: Path) -> list[str]:
     """Reads every listed file of a dataset directory; returns a line for each problem."""
     dataset = read_dataset(folder)
     files = dataset["files"]
-    on_disk = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
+    # Without hidden files, such as what a killed command leaves.
+    on_disk = sorted(path for name in FOLDERS for path in (folder / name).glob("[!.]*"))
     unlisted = [path for path in on_disk if path.relative_to(folder).as_posix() not in files]
     problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
 

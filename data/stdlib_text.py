@@ -7,9 +7,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from pypi import cut_chunks
+from pypi import MAX_CHUNK, cut_chunks
 
-CHUNK = 6_000  # characters
 VAL_FRACTION = 0.05
 
 
@@ -52,6 +51,6 @@ def documents(part: str) -> Iterator[str]:
         # Half of encodings/ are generated character maps, which hold these names.
         if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
             continue
-        chunks += cut_chunks(text, CHUNK)
+        chunks += cut_chunks(text, MAX_CHUNK)
     random.Random(20240520).shuffle(chunks)
     return iter(chunks)

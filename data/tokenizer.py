@@ -228,7 +228,7 @@ def main() -> None:
         print(f"wrote {args.out} (sha256 {sha})")
     else:
         start = time.perf_counter()
-        documents = Source.of(args).train()
+        documents = Source.of(args).tokenizer_text()
         pattern = PATTERNS[args.pattern or "gpt4"]
         spec = train(documents, args.vocab_size, pattern)
         sha = write_json(args.out, spec)

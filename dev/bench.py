@@ -522,17 +522,14 @@ def main() -> dict:
 
 def run() -> int:
     """Prints the result as the last line; returns the exit code."""
-    try:
-        result = main()
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-        return int(result["failed"])
-    except ts.UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    result = {}
+
+    def bench() -> dict:
+        result.update(main())
+        return result
+
+    code = ts.run_command(bench)
+    return code or int(result["failed"])
 
 
 if __name__ == "__main__":

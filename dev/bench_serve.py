@@ -1,4 +1,4 @@
-"""Speed of a running server: tokens a second and time to the first token.
+"""Speed of a running server: tokens a second and time to the first token, named as in vLLM's `bench serve`.
 
     python runs/serve.py out/RUN --max-num-seqs 64 --compile &
     python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
@@ -6,10 +6,10 @@
 The server itself is measured with a model that takes little time, such as one of runs/tiny.args.
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client asks once more for
 the rest. "short" counts these further requests. Tokens are those that the server counts (usage of a stream). The time
-to the first token is from the start of a connection to the first event with text. "cpu us" is the processor time of the
-server for each token, from /metrics (Linux); on a GPU it says little, since the worker spins while it waits for the
-device, and so takes about one second a second at any load. The clients are threads of processes of their own, so that
-what is measured is the server. The last line is the result as JSON.
+to the first token (ttft) is from the start of a connection to the first event with text. "cpu_us" is the processor time
+of the server for each token, from /metrics (Linux); on a GPU it says little, since the worker spins while it waits for
+the device, and so takes about one second a second at any load. The clients are threads of processes of their own, so
+that what is measured is the server. The last line is the result as JSON.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Outcome:
     """What one request gave."""
 
     tokens: int = 0
-    first: float = 0.0  # seconds to the first text
+    ttft: float = 0.0  # seconds to the first text
     error: str = ""
 
 
@@ -70,8 +70,8 @@ def ask(port: int, rng: random.Random, tokens: int) -> Outcome:
             if "error" in event:
                 outcome.error = event["error"]["message"]
                 return outcome
-            if not outcome.first and any(choice["text"] for choice in event["choices"]):
-                outcome.first = time.perf_counter() - began
+            if not outcome.ttft and any(choice["text"] for choice in event["choices"]):
+                outcome.ttft = time.perf_counter() - began
             if event.get("usage"):
                 outcome.tokens = event["usage"]["completion_tokens"]
         outcome.error = "the stream ended without [DONE]"
@@ -116,7 +116,7 @@ def load(args, clients: int, requests: int) -> dict:
     seconds = time.perf_counter() - began
     cpu = metric(args.port, "process_cpu_seconds_total") - cpu
 
-    firsts = [outcome.first for outcome in outcomes if outcome.first and not outcome.error] or [float("nan")]
+    ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft and not outcome.error] or [float("nan")]
     errors = [outcome.error for outcome in outcomes if outcome.error]
     tokens = sum(outcome.tokens for outcome in outcomes)
     return {
@@ -124,9 +124,9 @@ def load(args, clients: int, requests: int) -> dict:
         "requests": len(outcomes),
         "tokens": tokens,
         "seconds": round(seconds, 2),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "first_ms": round(1000 * float(np.median(firsts)), 1),
-        "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1),
+        "output_throughput": round(tokens / seconds, 1),
+        "median_ttft_ms": round(1000 * float(np.median(ttfts)), 1),
+        "p95_ttft_ms": round(1000 * float(np.percentile(ttfts, 95)), 1),
         "short": len(outcomes) - requests,
         "cpu_us": round(1e6 * cpu / max(tokens, 1), 1),
         "errors": len(errors),
@@ -147,7 +147,7 @@ def metric(port: int, name: str) -> float:
     return samples.get(name, float("nan"))
 
 
-COLUMNS = "clients requests tokens_per_s first_ms first_ms_p95 short cpu_us errors".split()
+COLUMNS = "clients requests output_throughput median_ttft_ms p95_ttft_ms short cpu_us errors".split()
 
 
 def main() -> int:
@@ -163,13 +163,13 @@ def main() -> int:
     except OSError as error:
         print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
         return 1
-    print("".join(f"{name:>14}" for name in COLUMNS), flush=True)
+    print("".join(f"{name:>18}" for name in COLUMNS), flush=True)
     load(args, 1, 1)  # warms up
     results = []
     for clients in args.clients:
         requests = args.requests * clients * (4 if clients == 1 else 1)
         results.append(load(args, clients, requests))
-        print("".join(f"{results[-1][name]:>14}" for name in COLUMNS), flush=True)
+        print("".join(f"{results[-1][name]:>18}" for name in COLUMNS), flush=True)
     print(json.dumps(results))
     return int(any(result["errors"] for result in results))
 

@@ -58,24 +58,14 @@ from tqdm import tqdm  # noqa: E402
 BASE = "base"
 
 
-class SweepFile(BaseModel, extra="forbid", strict=True):
-    """The entries of a TOML file."""
+class Sweep(BaseModel, extra="forbid", strict=True):
+    """The entries of a TOML file: flags of every run, and those that each variant adds."""
 
     script: str = "train_small.py"
     flags: list[str] = []
     seeds: list[int] = Field([0], min_length=1)
     variants: dict[str, list[str]] = {}
     grid: dict[str, Annotated[list, Field(min_length=1)]] = {}
-
-
-@dataclass
-class Sweep:
-    """What a file asks for: flags of every run, and those that each variant adds."""
-
-    script: Path
-    flags: list[str]
-    seeds: list[int]
-    variants: dict[str, list[str]]
 
 
 @dataclass
@@ -95,22 +85,23 @@ class Job:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep of a TOML file. Raises UserError if it is none"""
+    """The sweep of a TOML file; its variants hold the base and the grid too. Raises UserError if it is none"""
     try:
-        file = SweepFile(**tomllib.loads(path.read_text(encoding="utf-8")))
+        sweep = Sweep(**tomllib.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise UserError(f"{path}: {name} is {first['input']!r}: {first['msg'].lower()}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}") from None
-    script = ROOT / file.script
+    script = ROOT / sweep.script
     if not script.is_file():
         raise UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
-    if BASE in file.variants:
+    if BASE in sweep.variants:
         raise UserError(f"{path}: {BASE} is the name of the runs without changes; rename the variant")
-    variants = {BASE: [], **file.variants, **grid_variants(file.grid)}
-    return Sweep(script, file.flags, list(dict.fromkeys(file.seeds)), variants)
+    sweep.variants = {BASE: [], **sweep.variants, **grid_variants(sweep.grid)}
+    sweep.seeds = list(dict.fromkeys(sweep.seeds))
+    return sweep
 
 
 def grid_variants(grid: dict) -> dict[str, list[str]]:
@@ -348,10 +339,11 @@ def main(argv: list[str] | None = None) -> int:
 
     out = args.out or ROOT / "out" / args.file.stem
     jobs = plan(sweep, out)
-    check_flags(sweep.script, {job.variant: job.flags for job in jobs})
+    script = ROOT / sweep.script
+    check_flags(script, {job.variant: job.flags for job in jobs})
     print(f"{len(jobs)} runs: {len(sweep.variants)} variants, seeds {sweep.seeds}, in {out}")
     with tqdm(total=len(jobs), unit="run", file=sys.stdout) as bar:
-        run_all(jobs, sweep.script, bar)
+        run_all(jobs, script, bar)
 
     rows = rows_of(jobs)
     table = table_text(rows)

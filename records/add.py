@@ -29,9 +29,8 @@ import tracks
 from files import UserError
 
 MAX_BYTES = 1_000_000
-# What run_SEED.json keeps of each start; scripts up to 2026-11-27 also state what a resumed run
-# changed.
-START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
+# What run_SEED.json keeps of each start.
+START = ("date", "step", "flags", "machine", "dataset_fingerprint")
 # The Config that a script makes of each list of flags. It runs the script's import, so only of
 # one's own runs.
 PRINT_CONFIGS = """
@@ -81,7 +80,7 @@ def read_run(run_dir: Path, script: str) -> dict:
 
 def run_file(description: dict, log: list[dict]) -> dict:
     """run_SEED.json: what config.json states, without the folders of a run."""
-    starts = [{key: start[key] for key in START if key in start} for start in description["starts"]]
+    starts = [{key: start[key] for key in START} for start in description["starts"]]
     for start in starts:
         start["flags"] = flags.entry_flags(start["flags"])
     config = description["config"]
@@ -118,7 +117,7 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
     """
     lists = []
     for run in runs:
-        own = [word for word in run["flags"] if not word.startswith("@") and word != "pretrain"]
+        own = [word for word in run["flags"] if not word.startswith("@")]
         lists.append([*flags.parse_args_file(args), *own])
     first = runs[0]["dir"].resolve()
     command = [sys.executable, "-c", PRINT_CONFIGS, str(first / script), json.dumps(lists)]

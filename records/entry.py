@@ -84,7 +84,7 @@ def values(record: dict, metric: str) -> list[float]:
 
 
 def day_of(record: dict) -> str:
-    """The day of the last start of an entry's runs, e.g. "2026-11-23"."""
+    """The day on which the last of an entry's runs first started, e.g. "2026-11-23"."""
     return record.get("date") or record["name"][:10]
 
 
@@ -92,8 +92,7 @@ def session(day: str, device: str, gpus: list[str] | None) -> tuple | None:
     """What the times of two recipes must share: one day, and the same GPUs by their UUIDs.
 
     Two H100s of one host differed by 3 %, and equal code by 2 % between sessions, which the spread of an
-    entry's seeds does not show. None if the UUIDs are not known, as in all entries up to
-    2026-11-27. A CPU is known by its name.
+    entry's seeds does not show. None if the UUIDs are not known, as in older entries. A CPU is known by its name.
     """
     if not gpus and device.startswith(("cpu", "mps")):
         gpus = [device]

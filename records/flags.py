@@ -11,7 +11,7 @@ import shlex
 from pathlib import PurePath
 
 # What belongs to one run rather than to its recipe: flags, and fields of the Config.
-RUN_FLAGS = ("--data", "--run-dir", "--seed", "--wandb", "--rank-timeout", "--resume")
+RUN_FLAGS = ("--data", "--run-dir", "--seed", "--wandb", "--resume")
 RUN_FIELDS = ("data", "seed", "wandb")
 # These may differ from run to run, from start to start, and from an args file.
 INTERVAL_FLAGS = ("--eval-every", "--save-every", "--log-every")
@@ -48,7 +48,7 @@ def drop_flags(flags: list[str], names: tuple[str, ...]) -> list[str]:
 
 def entry_flags(flags: list[str]) -> list[str]:
     """The flags that an entry states: without those of one run and folders of args files."""
-    words = [word for word in drop_flags(flags, RUN_FLAGS) if word != "pretrain"]
+    words = drop_flags(flags, RUN_FLAGS)
     return ["@" + PurePath(word[1:]).name if word.startswith("@") else word for word in words]
 
 

@@ -66,12 +66,11 @@ def run_metrics(log: list[dict]) -> dict:
 def read_core(path: Path) -> tuple[dict[str, str], float | None]:
     """(number of examples by task, CORE) of a core.csv, which runs/score_core.py writes.
 
-    CORE is the mean of the centered accuracies; None if there are not all 22 tasks. Up to
-    2026-11-27 the column of examples was called items.
+    CORE is the mean of the centered accuracies; None if there are not all 22 tasks.
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
-    examples = {row["task"]: row.get("examples") or row["items"] for row in rows}
+    examples = {row["task"]: row["examples"] for row in rows}
     centered = [float(row["centered"]) for row in rows]
     return examples, fmean(centered) if len(centered) == CORE_TASKS else None
 

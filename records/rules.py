@@ -96,11 +96,8 @@ def start_problems(run: dict, name: str) -> list[str]:
     out = files.mismatches(0, run["starts"][0]["step"], f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
-        if start.get("changed"):
-            out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # A resumed run keeps its recipe and may repeat flags only in old scripts, which state under
-        # "changed" what differs.
-        if number > 1 and ("changed" in start or not flags.recipe_flags(start["flags"])):
+        # A resumed run keeps its recipe without repeating the flags.
+        if number > 1 and not flags.recipe_flags(start["flags"]):
             start = {**start, "flags": run["flags"]}
         out += files.mismatches(identity(run), identity(start), where, "the run states")
     day = run["starts"][0]["date"][:10]

@@ -162,10 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     if bad:
         raise UserError(f"{bad} of {len(folders)} entries do not verify, see above")
     if args.folder == "all":
-        try:
-            runs = rivals.grouped(files.ROOT / "records" / "rivals" / "logs")
-        except rivals.UserError as problem:
-            raise UserError(f"a rival's log does not verify: {problem}") from None
+        runs = rivals.grouped(files.ROOT / "records" / "rivals" / "logs")
         print(f"rivals: {sum(map(len, runs.values()))} logs ok")
 
 

@@ -210,6 +210,7 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     (lambda root: (root / TRAIN).write_bytes((root / TRAIN).read_bytes()[:-2]), "is truncated"),
     (lambda root: dataset.write_shard(root / TRAIN, TOKENS[:5]), "was changed"),
     (lambda root: dataset.write_shard(root / "pretrain/train_000001.bin", TOKENS), "is not listed"),
+    (lambda root: dataset.write_json(root / "core/copa.npz", {}), "copa.npz is not listed"),
     (lambda root: rewrite(root, [256, 1, 300, 256, 3]), "holds token 300 but the tokenizer has 258 entries"),
     (lambda root: rewrite(root, [1, 2, 1, 2, 3]), "lacks the tokenizer's BOS 256"),
     (lambda root: rewrite(root, [256, 1, 2, 3, 4]), "holds 1 documents, dataset.json lists 2"),
@@ -220,6 +221,7 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
 ])  # fmt: skip
 def test_check_names_each_problem(tmp_path, change, words):
     write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])
+    (tmp_path / "pretrain/.train_000001.bin.tmp").touch()  # of a command that was killed
     assert check_script.find_problems(tmp_path) == []
     change(tmp_path)
     assert any(words in problem for problem in check_script.find_problems(tmp_path))

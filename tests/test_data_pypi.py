@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import dataset
@@ -94,14 +95,17 @@ def locked(downloaded):
     return downloaded
 
 
-def build(world: Path, name: str, workers: int, *more: object) -> Path:
-    """Runs data/pretrain.py in this process, where the lock is the test's."""
-    out = world / f"{name}-{workers}"
-    argv = ["pretrain.py", "--source", f"pypi:{name}", "--out", out, "--workers", workers, *more]
+def call(main: Callable, *argv: object) -> None:
+    """Runs a command in this process, where the lock is the test's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", list(map(str, argv)))
         patch.setattr(pretrain.tokenizer, "VOCAB_SIZE", 320)
-        pretrain.main()
+        main()
+
+
+def build(world: Path, name: str, workers: int, *more: object) -> Path:
+    out = world / f"{name}-{workers}"
+    call(pretrain.main, "pretrain.py", "--source", f"pypi:{name}", "--out", out, "--workers", workers, *more)
     return out
 
 
@@ -340,6 +344,9 @@ def test_sets_share_validation_and_tokenizer(downloaded):
     small = dataset.read_dataset(build(downloaded, "p34", 1))
     large = dataset.read_dataset(build(downloaded, "p100", 1))
     assert large["tokenizer_sha256"] == small["tokenizer_sha256"]
+    alone = downloaded / "alone.json"
+    call(pretrain.tokenizer.main, "tokenizer.py", "train", "--source", "pypi:p100", "--out", alone)
+    assert dataset.sha256_file(alone) == small["tokenizer_sha256"]
     assert large["files"]["pretrain/val_000000.bin"] == small["files"]["pretrain/val_000000.bin"]
     assert large["splits"]["train"]["documents"] == 42
     assert build(downloaded, "p100", 1) == downloaded / "p100-1", "a complete one is left alone"

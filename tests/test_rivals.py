@@ -13,6 +13,7 @@ import pytest
 import torch
 import train_small as ts
 
+from commands import sentence
 from tiny import ROOT, tiny_config, write_dataset, write_shard
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -29,7 +30,7 @@ def config_of(**overrides) -> ts.Config:
 
 def test_scored_documents_are_those_of_the_script(dataset, dataset_dir):
     expected = ts.scored_documents(ts.validation_documents(dataset, config_of()), config_of())
-    text = Text(dataset_dir, cut=64)
+    text = Text(dataset_dir, max_seq_len=64)
     assert len(text.scored) == len(expected) > 3
     assert max(map(len, text.scored)) == 64
     for document, (sequence, _) in zip(text.scored, expected, strict=True):
@@ -41,7 +42,7 @@ def test_scored_documents_are_those_of_the_script(dataset, dataset_dir):
 
 def test_training_packs_are_those_of_the_script(dataset, dataset_dir):
     """At shard ends, in documents longer than a pack and in those of a BOS alone too."""
-    text = Text(dataset_dir, cut=64)
+    text = Text(dataset_dir, max_seq_len=64)
     reader = ts.ShardReader(dataset, config_of())
     offset = 0
     for size in [100, 128, 37, 200] * 12:
@@ -57,7 +58,7 @@ def test_training_packs_are_those_of_the_script(dataset, dataset_dir):
 
 
 def test_validation_holds_every_scored_target_once(dataset_dir):
-    text = Text(dataset_dir, cut=64)
+    text = Text(dataset_dir, max_seq_len=64)
     expected = [ids for document in text.scored for ids in document[1:].tolist() if text.token_bytes[ids]]
     for batches in (text.validation_batches(3), text.validation_packs(150, multiple=4)):
         targets = np.concatenate([batch[1].ravel() for batch in batches])
@@ -94,6 +95,7 @@ def test_fresh_text(tmp_path):
         flags = ["--vocab-size", "265"] if name == "base" else ["--tokenizer", "base/tokenizer.json"]
         argv = ["--source", f"{name}.jsonl", "--val-source", "val.jsonl", "--out", name, *flags]
         assert run("data/pretrain.py", *argv).returncode == 0
+    assert run("data/sft.py", "--data", "base", "--source", "addition:100").returncode == 0
 
     made = run("records/rivals/fresh_text.py", "base", "--seen", "seen", "--unseen", "unseen", "--out", "fresh")
     assert "2 documents" in made.stdout, made.stderr
@@ -132,11 +134,11 @@ def clone_of_modded(folder, monkeypatch, leave_out: str = ""):
     return folder
 
 
-def test_copies_come_from_the_commit(tmp_path, monkeypatch, capsys):
+def test_copies_come_from_the_commit(tmp_path, monkeypatch):
     """Not from the work tree of the clone, which may be at another commit or edited."""
     clone = clone_of_modded(tmp_path / "clone", monkeypatch)
     (clone / "train_gpt.py").write_text("edited")
-    assert rivals.main(["prepare", "--modded", str(clone), "--out", str(tmp_path / "out")]) == 0
+    rivals.main(["prepare", "--modded", str(clone), "--out", str(tmp_path / "out")])
     copy = (tmp_path / "out/modded/train_gpt.py").read_text()
     assert "edited" not in copy
     for file, old, new in rivals.CHANGES:
@@ -145,7 +147,7 @@ def test_copies_come_from_the_commit(tmp_path, monkeypatch, capsys):
         assert old not in changed.replace(new, "")
 
 
-def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch, capsys):
+def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch):
     clone = clone_of_modded(tmp_path / "clone", monkeypatch, leave_out="vocab_size=50257,")
     (tmp_path / "modded").mkdir()
     run = ["--data", tmp_path, "--tokens", 1000, "--gpu", ""]
@@ -155,8 +157,7 @@ def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch,
         (["nanochat", *run], "rivals.py prepare --nanochat CLONE"),
         (["modded", *run], "needs an NVIDIA GPU"),
     ):
-        assert rivals.main([*map(str, argv), "--out", str(tmp_path)]) == 1
-        assert words in capsys.readouterr().err
+        assert words in sentence(rivals.main, [*map(str, argv), "--out", str(tmp_path)])
     with pytest.raises(UserError, match="train.py holds 'a = 1' 2 times, not once"):
         rivals.replace_once("a = 1\nb\na = 1", "a = 1", "a = 2", "train.py")
 
@@ -298,12 +299,12 @@ def test_flash_attn_4_becomes_one_operator(monkeypatch):
 
 
 def gpt_settings(**overrides) -> dict:
-    settings = {"seed": 0, "layers": 2, "width": 32, "heads": 2, "sequence": 64, "lr": 0.003, "rows": 4, "batch": 512}
-    return settings | {"steps": 16, "warmup": 2, "compile": False} | overrides
+    settings = {"seed": 0, "layers": 2, "width": 32, "heads": 2, "max_seq_len": 64, "lr": 0.003, "rows": 4}
+    return settings | {"batch": 512, "steps": 16, "warmup": 2, "compile": False} | overrides
 
 
 def test_plain_gpt_learns(dataset_dir):
-    text = Text(dataset_dir, cut=64)
+    text = Text(dataset_dir, max_seq_len=64)
     untrained = plain_gpt.train(text, gpt_settings(steps=1, lr=0.0), say=lambda *_, **__: None)
     trained = plain_gpt.train(text, gpt_settings(), say=lambda *_, **__: None)
     uniform = text.targets * math.log(text.vocab_size) / math.log(2) / text.bytes
@@ -314,7 +315,7 @@ def test_plain_gpt_learns(dataset_dir):
 
 def test_plain_gpt_is_causal_and_skips_what_does_not_count():
     torch.manual_seed(0)
-    model = plain_gpt.PlainGPT(vocab_size=50, layers=2, width=32, heads=2, sequence=16)
+    model = plain_gpt.PlainGPT(vocab_size=50, layers=2, width=32, heads=2, max_seq_len=16)
     tokens = torch.randint(50, (2, 16))
     targets = torch.randint(50, (2, 16))
     targets[0, 3] = -1
@@ -327,7 +328,7 @@ def test_plain_gpt_is_causal_and_skips_what_does_not_count():
 
 
 def test_nanochat_reads_the_documents_in_their_order(dataset, dataset_dir, monkeypatch):
-    settings = {"data": str(dataset_dir), "sequence": 64, "limit": None, "rows": 2, "loader": "bestfit"}
+    settings = {"data": str(dataset_dir), "max_seq_len": 64, "limit": None, "rows": 2, "loader": "bestfit"}
     monkeypatch.setenv("RIVAL_SETTINGS", json.dumps(settings))
     monkeypatch.delitem(sys.modules, "nanochat_run", raising=False)
     module = importlib.import_module("nanochat_run")
@@ -395,23 +396,23 @@ def test_nanochat_from_clone_to_table(dataset_dir, tmp_path, monkeypatch, capsys
         (clone / name).write_text(content)
     monkeypatch.setitem(rivals.CLONES, "nanochat", ("https://localhost/nanochat", commit_all(clone)))
     folders = ["--out", str(tmp_path / "out"), "--logs", str(tmp_path / "logs")]
-    assert rivals.main(["prepare", "--nanochat", str(clone), *folders]) == 0
+    rivals.main(["prepare", "--nanochat", str(clone), *folders])
 
-    flags = ["--data", str(dataset_dir), "--sequence", "64", "--batch", "256", "--steps", "13", "--tokens", "3328"]
+    flags = ["--data", str(dataset_dir), "--max-seq-len", "64", "--batch", "256", "--steps", "13", "--tokens", "3328"]
     flags += ["--loader", "stream", "--lr", "2", "--seeds", "1", "--gpu", ""]
-    assert rivals.main(["nanochat", *flags, *folders]) == 0, capsys.readouterr().err
-    capsys.readouterr()
+    rivals.main(["nanochat", *flags, *folders])
     (log,) = (tmp_path / "logs").iterdir()
     assert log.name.endswith("seed-1.log.gz")
     run = rivals.read_log(log)
-    text = Text(dataset_dir, cut=64)
+    text = Text(dataset_dir, max_seq_len=64)
     assert run["result"]["nats"] == pytest.approx(3 * text.targets)
     assert run["result"]["seconds"] == pytest.approx(1.3)
     assert run["result"]["tokens"] == 13 * 256
     assert run["dataset"]["scored"]["bytes"] == text.bytes
     assert "rates 0.04 0.1" in gzip.decompress(log.read_bytes()).decode()
 
-    assert rivals.main(["results", *folders]) == 0
+    capsys.readouterr()
+    rivals.main(["results", *folders])
     row = capsys.readouterr().out.splitlines()[-1]
     bpb = f"{run['result']['bpb']:.4f}"
     assert f"| 1 | 13 | 3,328 | {bpb} | {bpb} | 1.3 |" in row
@@ -422,9 +423,9 @@ def bits(nats: float) -> float:
     return nats / math.log(2) / 1000
 
 
-def write_log(path, *lines: str, rival="gpt", lr=0.001, seed=0, nats=1000.0, **wrong) -> None:
+def write_log(path, *lines: str, rival="gpt", lr=0.001, seed=0, nats=1000.0, length="max_seq_len", **wrong) -> None:
     """A finished run: these lines, then the result of 50 steps in 2 s, but for what is `wrong` in it."""
-    settings = {"rival": rival, "lr": lr, "seed": seed, "smoke": False}
+    settings = {"rival": rival, length: 2048, "lr": lr, "seed": seed, "smoke": False}
     run = {"settings": settings, "machine": {"device": "a CPU"}, "dataset": {"name": "p34", "scored": {"bytes": 1000}}}
     result = {"bpb": bits(nats), "nats": nats, "seconds": 2.0, "steps": 50, "tokens": 100, "gib": None} | wrong
     words = ["RUN " + json.dumps(run), *lines, "RESULT " + json.dumps(result)]
@@ -508,16 +509,30 @@ def test_curves_of_rivals(tmp_path, monkeypatch):
 
 
 def test_seeds_share_a_row(tmp_path, capsys):
-    write_log(tmp_path / "a.log.gz", GPT_LINE, nats=1500 * math.log(2))
+    """Also those of a log that says "sequence", as older ones do."""
+    write_log(tmp_path / "a.log.gz", GPT_LINE, nats=1500 * math.log(2), length="sequence")
     write_log(tmp_path / "b.log.gz", GPT_LINE, nats=1600 * math.log(2), seed=1, seconds=2.004)
-    assert rivals.main(["results", "--logs", str(tmp_path)]) == 0
+    rivals.main(["results", "--logs", str(tmp_path)])
     rows = capsys.readouterr().out.splitlines()[2:]
     assert rows == ["| p34 | gpt | lr 0.001 | 0, 1 | 50 | 100 | 1.5500 | 1.5000, 1.6000 | 2.0, 2.0 |  | a CPU |"]
 
 
+@pytest.mark.parametrize("rival", ["gpt", "nanochat"])
+def test_a_log_for_each_setting(rival, tmp_path, monkeypatch):
+    """No run overwrites the log of another one, and runs without special flags state what those of older logs do."""
+    runs = []
+    monkeypatch.setattr(rivals, "train", lambda args, settings, *_: runs.append(settings | {"seed": 0}))
+    (tmp_path / "nanochat").mkdir()
+    common = [rival, "--out", str(tmp_path), "--tokens", "65536000"]
+    for flags in ("", "--val-every 9", "--max-seq-len 64", "--rows 2", "--steps 9", "--no-compile", "--batch 4096"):
+        rivals.main([*common, *flags.split()])
+    assert len({rivals.tag_of(settings) for settings in runs}) == len(runs)
+    assert rival == "gpt" or not {"steps", "compile"} & runs[0].keys()
+
+
 def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):
     args = types.SimpleNamespace(seeds=[0], logs=tmp_path, cache=tmp_path, gpu="")
-    settings = {"rival": "gpt", "data": str(dataset_dir), "tokens": 1, "sequence": 64, "limit": None, "smoke": False}
+    settings = {"rival": "gpt", "data": str(dataset_dir), "tokens": 1, "max_seq_len": 64, "limit": None, "smoke": False}
     with pytest.raises(UserError, match="the run ended with status 3; its log is"):
         rivals.train(args, settings, ["-c", "print('the reason'); raise SystemExit(3)"], tmp_path, {})
     assert "the reason" in capsys.readouterr().err

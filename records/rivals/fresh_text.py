@@ -6,7 +6,7 @@
 Its validation documents, as many as before, are the first of `--unseen` that `--seen` does not train on: those of P400
 that are not in P100, so from other projects than P34's and P100's. The order of documents in P400 is that of their
 hashes, which mixes its 475 other projects, and near duplicates of documents of P100 are not in P400. Training shards
-stay the same.
+stay the same; conversations and CORE tasks are not copied.
 """
 
 import argparse
@@ -64,13 +64,15 @@ def main() -> None:
     if len(documents) < count:
         fail(f"{args.unseen} has {len(documents):,} documents that {args.seen} has not, but {count:,} are needed")
 
-    shutil.copytree(args.base, args.out, ignore=shutil.ignore_patterns("val_*", "progress.json", ".lock"))
+    ignored = shutil.ignore_patterns("val_*", "sft", "core", "progress.json", ".lock")
+    shutil.copytree(args.base, args.out, ignore=ignored)
     tokens = np.frombuffer(b"".join(documents), dtype=np.uint16)
     header = base["bos_id"], base["vocab_size"], base["tokenizer_sha256"]
     sha256 = write_shard(args.out / VAL, tokens, *header)
     lengths = tokenizer.token_bytes(args.out / "tokenizer.json")
     counts = count_shard(args.out / VAL, base["tokenizer_sha256"], base["bos_id"], lengths)
-    files = {name: entry for name, entry in base["files"].items() if not name.startswith("pretrain/val_")}
+    not_copied = ("pretrain/val_", "sft/", "core/")
+    files = {name: entry for name, entry in base["files"].items() if not name.startswith(not_copied)}
     files[VAL] = counts | file_entry(args.out / VAL, sha256)
     write_dataset(args.out, {**base, "name": args.out.name, "files": files})
     print(f"{args.out}: {counts['documents']:,} documents, {counts['tokens']:,} tokens to validate on")

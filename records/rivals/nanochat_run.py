@@ -22,7 +22,7 @@ from rival_text import Text
 SETTINGS = json.loads(os.environ["RIVAL_SETTINGS"])
 UNUSED = ("wandb", "rustbpe", "tiktoken", "requests", "yaml", "pyarrow", "pyarrow.parquet", "jinja2")
 
-text = Text(SETTINGS["data"], SETTINGS["sequence"], SETTINGS["limit"])
+text = Text(SETTINGS["data"], SETTINGS["max_seq_len"], SETTINGS["limit"])
 
 
 class Tokenizer:
@@ -113,7 +113,7 @@ def main() -> None:
         nanochat.dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit = stream
 
     steps = -(-len(text.scored) // SETTINGS["rows"])
-    sys.argv += ["--eval-tokens", str(steps * SETTINGS["rows"] * SETTINGS["sequence"])]
+    sys.argv += ["--eval-tokens", str(steps * SETTINGS["rows"] * SETTINGS["max_seq_len"])]
     runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 
 

@@ -1,7 +1,7 @@
 """A plain GPT-2 with AdamW on one device: the floor that every recipe must beat. SETTINGS come from rivals.py.
 
 Pre-norm blocks, learned positions, GELU, a head tied to the embedding; warm-up and a cosine to a tenth; gradients
-clipped at 1. bf16 on a GPU, fp32 on a CPU; compiled before the clock starts. It reads rows of `sequence` tokens as
+clipped at 1. bf16 on a GPU, fp32 on a CPU; compiled before the clock starts. It reads rows of `max_seq_len` tokens as
 train_small.py reads them, without a mask between documents.
 """
 
@@ -37,10 +37,10 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, vocab_size: int, layers: int, width: int, heads: int, sequence: int):
+    def __init__(self, vocab_size: int, layers: int, width: int, heads: int, max_seq_len: int):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(sequence, width)
+        self.positions = nn.Embedding(max_seq_len, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
@@ -83,14 +83,14 @@ def train(text: Text, settings: dict, say=print) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings["seed"])
     torch.set_float32_matmul_precision("high")
-    shape = {name: settings[name] for name in ("layers", "width", "heads", "sequence")}
+    shape = {name: settings[name] for name in ("layers", "width", "heads", "max_seq_len")}
     model = PlainGPT(text.vocab_size, **shape).to(device)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=settings["lr"], betas=(0.9, 0.95), fused=True)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}")
 
     run = torch.compile(model) if settings["compile"] else model
     rows = settings["rows"]
-    accumulation = settings["batch"] // (rows * settings["sequence"])
+    accumulation = settings["batch"] // (rows * settings["max_seq_len"])
     steps = settings["steps"]
 
     def nats(inputs, targets) -> Tensor:
@@ -107,11 +107,11 @@ def train(text: Text, settings: dict, say=print) -> dict:
 
     # Everything is compiled before the clock starts.
     held_out = text.validation_batches(rows)
-    batches = text.training_batches(rows, settings["sequence"])
+    batches = text.training_batches(rows, settings["max_seq_len"])
     nats(*next(batches)).mean().backward()
     optimizer.zero_grad(set_to_none=True)
     validate(held_out[:1])
-    batches = text.training_batches(rows, settings["sequence"])
+    batches = text.training_batches(rows, settings["max_seq_len"])
 
     start = clock(device)
     for step in range(steps):
@@ -147,5 +147,5 @@ def clock(device: torch.device) -> float:
 
 if __name__ == "__main__":
     SETTINGS = json.loads(os.environ["RIVAL_SETTINGS"])
-    TEXT = Text(SETTINGS["data"], SETTINGS["sequence"], SETTINGS["limit"])
+    TEXT = Text(SETTINGS["data"], SETTINGS["max_seq_len"], SETTINGS["limit"])
     print("RESULT " + json.dumps(train(TEXT, SETTINGS)), flush=True)

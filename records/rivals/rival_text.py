@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 
 
-class UserError(Exception):
-    """Something the user can fix; printed as one sentence, without a traceback."""
+class UserError(SystemExit):
+    """What the user can fix, in one sentence. Uncaught, it ends the program with exit code 1."""
+
+    def __init__(self, message: str):
+        super().__init__(f"error: {message}")
 
 
 # What validation must count on these datasets: (targets that carry bytes, their bytes), as in records/tracks.json.
@@ -24,13 +27,13 @@ EXPECTED = {"p34": (2217239, 9689981), "p100": (2217239, 9689981)}
 class Text:
     """A dataset directory of this project (data/README.md).
 
-    folder: its path; cut: tokens after which a held-out document ends, BOS included; limit: held-out documents to
-    score, all by default
+    folder: its path; max_seq_len: tokens after which a held-out document ends, BOS included; limit: held-out
+    documents to score, all by default
     """
 
-    def __init__(self, folder: str | Path, cut: int = 2048, limit: int | None = None):
+    def __init__(self, folder: str | Path, max_seq_len: int = 2048, limit: int | None = None):
         self.folder = Path(folder)
-        self.cut = cut
+        self.max_seq_len = max_seq_len
         if not (self.folder / "dataset.json").is_file():
             raise UserError(f"no dataset at {folder}; make one with `python data/pretrain.py` (data/README.md)")
         self.info = json.loads((self.folder / "dataset.json").read_text())
@@ -46,7 +49,7 @@ class Text:
         self.starts = np.flatnonzero(self.tokens == self.bos)
         held_out = self.read("val")
         starts = np.flatnonzero(held_out == self.bos)
-        ends = np.minimum([*starts[1:], len(held_out)], starts + cut)
+        ends = np.minimum([*starts[1:], len(held_out)], starts + max_seq_len)
         documents = [held_out[start:end].astype(np.int64) for start, end in zip(starts, ends, strict=True)]
         self.scored = [document for document in documents if len(document) > 1][:limit]
 
@@ -54,7 +57,7 @@ class Text:
         self.targets = int((found > 0).sum())
         self.bytes = int(found.sum())
         self.name = self.info.get("name", self.folder.name)
-        expected = EXPECTED.get(self.name) if cut == 2048 and not limit else None
+        expected = EXPECTED.get(self.name) if max_seq_len == 2048 and not limit else None
         if expected not in (None, (self.targets, self.bytes)):
             raise UserError(f"{folder} scores {self.targets} targets and {self.bytes} bytes, not {expected}")
 
@@ -84,11 +87,11 @@ class Text:
         for start, end in zip(self.starts, [*self.starts[1:], len(self.tokens)], strict=True):
             yield self.tokens[start + 1 : end].astype(np.int64)
 
-    def pack(self, offset: int, size: int, longest: int) -> tuple[np.ndarray, np.ndarray, list[int], int]:
+    def pack(self, offset: int, size: int, max_seq_len: int) -> tuple[np.ndarray, np.ndarray, list[int], int]:
         """The next `size` training tokens, read as train_small.py reads them; nothing is dropped.
 
-        A document longer than `longest` or than what is left of the pack is continued as a segment of its own after a
-        fresh BOS, which repeats no token.
+        A document longer than `max_seq_len` or than what is left of the pack is continued as a segment of its own after
+        a fresh BOS, which repeats no token.
         Returns: inputs int64 (size,), targets int64 (size,), ends of the segments, offset of the next pack
         """
         inputs = np.empty(size, np.int64)
@@ -101,7 +104,7 @@ class Text:
             following = np.searchsorted(self.starts, offset, side="right")
             document_end = self.starts[following] if following < len(self.starts) else len(self.tokens)
             begin = filled
-            room = min(size - filled, longest)
+            room = min(size - filled, max_seq_len)
             if self.tokens[offset] != self.bos:
                 inputs[filled] = self.bos
                 filled += 1
@@ -126,11 +129,11 @@ class Text:
             yield inputs, targets
 
     def validation_batches(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(inputs, targets) int64 (rows, cut): a scored document a row, padded; targets that do not count are -1."""
+        """(inputs, targets) int64 (rows, max_seq_len): a scored document a row, padded; -1 for what does not count."""
         batches = []
         for first in range(0, len(self.scored), rows):
-            inputs = np.full((rows, self.cut), self.bos)
-            targets = np.full((rows, self.cut), -1)
+            inputs = np.full((rows, self.max_seq_len), self.bos)
+            targets = np.full((rows, self.max_seq_len), -1)
             for row, document in enumerate(self.scored[first : first + rows]):
                 self.place(document, inputs[row], targets[row])
             batches.append((inputs, targets))
@@ -152,7 +155,7 @@ class Text:
                 self.place(document, inputs[ends[-1] :], targets[ends[-1] :])
                 ends.append(ends[-1] + len(document) - 1)
             while ends[-1] < size:
-                ends.append(min(ends[-1] + self.cut, size))
+                ends.append(min(ends[-1] + self.max_seq_len, size))
             packs.append((inputs, targets, ends[1:]))
         return self.counted(packs)
 

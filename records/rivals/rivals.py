@@ -121,12 +121,12 @@ def copy_of(rival: str, args: argparse.Namespace) -> Path:
 # -- runs
 
 
-def settings_of(rival: str, args: argparse.Namespace, sequence: int = 2048) -> dict:
+def settings_of(rival: str, args: argparse.Namespace, max_seq_len: int = 2048) -> dict:
     """What all rivals share."""
     tokens = args.tokens or TOKENS.get(args.data.name)
     if not tokens:
         raise UserError(f"the number of training tokens is unknown for {args.data}; set it with --tokens")
-    settings = {"rival": rival, "data": str(args.data.resolve()), "tokens": tokens, "sequence": sequence}
+    settings = {"rival": rival, "data": str(args.data.resolve()), "tokens": tokens, "max_seq_len": max_seq_len}
     settings["val_every"] = args.val_every
     return settings | {"limit": 16 if args.smoke else None, "smoke": args.smoke}
 
@@ -150,13 +150,16 @@ def run_modded(args: argparse.Namespace) -> None:
 
 
 def run_nanochat(args: argparse.Namespace) -> None:
-    sequence = args.sequence
-    settings = settings_of("nanochat", args, sequence)
+    settings = settings_of("nanochat", args, args.max_seq_len)
     depth = 2 if args.smoke else args.depth
     settings |= {"depth": depth, "batch": args.batch, "lr": args.lr, "fp8": args.fp8, "loader": args.loader}
-    settings |= {"attention": args.attention, "flags": args.flags, "rows": args.rows or min(32, args.batch // sequence)}
+    settings |= {"attention": args.attention, "flags": args.flags}
+    settings["rows"] = args.rows or min(32, args.batch // args.max_seq_len)
+    # Stated only where it is set, as here and below, so that other runs share a row with older logs.
+    if args.steps:
+        settings["steps"] = args.steps
     steps = 14 if args.smoke else args.steps or settings["tokens"] // args.batch
-    command = ["--depth", depth, "--max-seq-len", sequence, "--device-batch-size", settings["rows"]]
+    command = ["--depth", depth, "--max-seq-len", args.max_seq_len, "--device-batch-size", settings["rows"]]
     command += ["--total-batch-size", args.batch, "--num-iterations", steps]
     command += ["--eval-every", args.val_every or 1_000_000]
     command += ["--core-metric-every", -1, "--sample-every", -1, *shlex.split(args.flags)]
@@ -164,19 +167,20 @@ def run_nanochat(args: argparse.Namespace) -> None:
         command.append("--fp8")
     variables = {"NANOCHAT_BASE_DIR": str((args.out / "nanochat_files").resolve())}
     if not args.compile:
+        settings["compile"] = False
         variables["TORCHDYNAMO_DISABLE"] = "1"
     script = [HERE / "nanochat_run.py", *map(str, command)]
     train(args, settings, script, copy_of("nanochat", args), variables)
 
 
 def run_gpt(args: argparse.Namespace) -> None:
-    settings = settings_of("gpt", args, args.sequence)
+    settings = settings_of("gpt", args, args.max_seq_len)
     settings |= {"layers": args.layers, "width": args.width, "heads": args.heads, "batch": args.batch, "lr": args.lr}
     if args.smoke:
         settings |= {"layers": 2, "width": 64, "heads": 2}
     steps = 14 if args.smoke else args.steps or settings["tokens"] // args.batch
     settings |= {"steps": steps, "warmup": args.warmup or max(steps // 20, 1), "compile": args.compile}
-    settings |= {"rows": args.rows or min(16, args.batch // args.sequence)}
+    settings |= {"rows": args.rows or min(16, args.batch // args.max_seq_len)}
     train(args, settings, [HERE / "plain_gpt.py"], Path.cwd(), {})
 
 
@@ -185,7 +189,7 @@ def run_cpu(args: argparse.Namespace) -> None:
     if not (args.data / "dataset.json").is_file():
         way = "python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib"
         raise UserError(f"no dataset at {args.data}; make it with `{way}`")
-    shared = vars(args) | {"sequence": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048}
+    shared = vars(args) | {"max_seq_len": 512, "rows": 4, "batch": 2048, "tokens": args.steps * 2048, "steps": 0}
     shared |= {"gpu": "", "val_every": 0, "attention": "torch"}
     shared["flags"] = f"--aspect-ratio 48 --head-dim 64 {args.flags}".strip()
     if "nanochat" in args.rivals:
@@ -210,17 +214,17 @@ def ask_gpu(field: str, gpu: str | None) -> str | None:
 
 
 def tag_of(settings: dict) -> str:
-    """Name of a log: text, rival, settings, seed."""
-    names = ("divide", "depth", "layers", "width", "steps", "batch", "lr", "mlp", "fp8", "loader", "attention", "flags")
+    """Name of a log: text, rival, every setting, seed, so that no run overwrites the log of another one."""
+    elsewhere = ("rival", "data", "limit", "smoke", "tokens", "seed")
     words = [Path(settings["data"]).name, settings["rival"]]
-    words += [f"{name}-{settings[name]}" for name in names if settings.get(name) not in (None, "")]
+    words += [f"{k}-{v}" for k, v in settings.items() if k not in elsewhere and v not in (None, "")]
     words += [f"tokens-{settings['tokens']}", f"seed-{settings['seed']}"]
     return re.sub(r"[^\w.]+", "-", "_".join(words + ["smoke"] * settings["smoke"]))
 
 
 def describe(settings: dict, gpu: str | None) -> dict:
     """The first line of a log: what ran on what."""
-    text = Text(settings["data"], settings["sequence"], settings["limit"])
+    text = Text(settings["data"], settings["max_seq_len"], settings["limit"])
     scored = {"targets": text.targets, "bytes": text.bytes, "sha256": text.scored_sha256()}
     dataset = {"name": text.name, "fingerprint": text.info["fingerprint"], "scored": scored}
     device = ask_gpu("name", gpu) or f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
@@ -330,6 +334,8 @@ def grouped(logs: Path, smoke: bool = False) -> dict[tuple[str, str, str], list[
         run = read_log(path)
         if smoke or not run["settings"]["smoke"]:
             settings = {name: value for name, value in run["settings"].items() if name not in ("seed", "val_every")}
+            # Older logs say "sequence".
+            settings = {"max_seq_len" if name == "sequence" else name: value for name, value in settings.items()}
             runs[run["dataset"]["name"], run["machine"]["device"], json.dumps(settings)].append(run)
     return dict(sorted(runs.items()))
 
@@ -345,7 +351,7 @@ def results(args: argparse.Namespace) -> None:
     """Prints the runs as a table: seeds of equal settings on equal devices in one row, with their mean."""
     print("| text | rival | settings | seeds | steps | tokens | val bpb | each | seconds | GiB | device |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
-    hidden = {"rival", "tokens", "sequence", "limit", "smoke", "steps", "rows", "compile"}
+    hidden = {"rival", "tokens", "max_seq_len", "limit", "smoke", "steps", "rows", "compile"}
     for (name, device, key), same in grouped(args.logs, args.smoke).items():
         settings = json.loads(key)
         shown = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in hidden and v not in ("", None))
@@ -386,7 +392,7 @@ def build_parser() -> argparse.ArgumentParser:
     batch = argparse.ArgumentParser(add_help=False, parents=[on_gpu])
     batch.add_argument("--batch", type=int, default=65536, help="tokens in a step")
     batch.add_argument("--rows", type=int, default=0, help="rows in a micro-batch; 0: the rival's own number")
-    batch.add_argument("--sequence", type=int, default=2048, help="tokens in a row, and of a held-out document")
+    batch.add_argument("--max-seq-len", type=int, default=2048, help="tokens in a row, and of a held-out document")
     batch.add_argument("--steps", type=int, default=0, help="steps, instead of --tokens")
     no_compile = {"dest": "compile", "action": "store_false", "help": "eager execution"}
     batch.add_argument("--no-compile", **no_compile)
@@ -440,15 +446,10 @@ def seeds(text: str) -> list[int]:
     return [int(seed) for seed in text.split(",")]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    try:
-        args.action(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    args.action(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
