@@ -207,8 +207,8 @@ def grade(task: Task, tokenizer, example: Example, completions: list) -> list[Ro
 # ---- a step
 
 
-def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> tuple:
-    """The rollouts that have an advantage, as one or more micro-batches of `packs` packs; empty packs fill up the last.
+def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], ranks) -> tuple:
+    """This rank's rollouts that have an advantage, in packs; at least one, which may be empty.
 
     Returns: the script's Batch; fp32 (P, pack_tokens), the advantage of the answer that a target is in
     """
@@ -218,8 +218,9 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
         lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
         members = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
-    while len(members) % packs:
-        members.append([])
+    # The exchange of n-gram gradients needs as many rows from each rank, so empty packs fill up the others.
+    most = max(ranks.gather(len(members)))
+    members += [[]] * (most - len(members))
 
     batch = script.empty_packs(len(members), config, bos_id)
     advantages = torch.zeros(batch.tokens.shape)
@@ -241,14 +242,12 @@ def backward(script, state, batch, advantages: torch.Tensor, sampled: int) -> to
     device = state.ranks.device
     total_nats = torch.zeros((), device=device)
     factor = torch.full_like(total_nats, state.loss_scale / sampled)
-    tables = [[] for _ in script.ngram_tables(state.model)]
-    micro_batches = batch.micro_batches(state.micro_packs, device)
-    for micro_batch, weights in zip(micro_batches, advantages.split(state.micro_packs), strict=True):
-        nats, gradients = script.micro_step(state, micro_batch, factor, weights.flatten().to(device))
+    gradients = []  # of each pack, a list over n-gram tables
+    for micro_batch, weights in zip(batch.micro_batches(1, device), advantages, strict=True):
+        nats, row_gradients = script.micro_step(state, micro_batch, factor, weights.to(device))
         total_nats += nats
-        for collected, gradient in zip(tables, gradients, strict=True):
-            collected.append(gradient)
-    script.set_sparse_gradients(state.model, tables)
+        gradients.append(row_gradients)
+    script.set_sparse_gradients(state.model, list(zip(*gradients, strict=True)))
     return total_nats
 
 
@@ -311,7 +310,7 @@ class RolloutLoader:
         ]
         num_sampled, reward, num_correct, num_signal = sum(ranks.gather(np.array(sums, float))).tolist()
         bos_id = self.tokenizer.bos_id
-        batch, advantages = pack_rollouts(self.script, state.config, bos_id, rollouts, state.micro_packs)
+        batch, advantages = pack_rollouts(self.script, state.config, bos_id, rollouts, ranks)
         batch.advantages = advantages
         batch.total_tokens = int(num_sampled)
         count = settings.prompts * settings.samples

@@ -23,7 +23,7 @@ import train_small as ts
 from lib import chat_format, chat_tasks
 
 from chats import chat, run_sft, write_jsonl
-from commands import call, entries_without_clocks, sets, stops
+from commands import call, entries, entries_without_clocks, sets, stops
 from processes import python
 from tiny import ROOT, TINY
 
@@ -93,7 +93,6 @@ def take_step(now) -> ts.Batch:
 def test_it_learns(setup):
     """In 16 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
     now = setup("--steps", 16, "--prompts", 32, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
-    now.state.micro_packs = 16  # in a micro-batch: all of a step
     now.task = dataclasses.replace(now.task, max_tokens=12)  # no answer that ends is longer
     before = greedy(now)
     for _ in range(16):
@@ -114,14 +113,14 @@ def test_what_it_starts_with(setup, source):
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 
-def gradients(now, rollouts, packs, **changes) -> dict:
-    """Of pack_rollouts and backward, in micro-batches of `packs` packs of 64 tokens."""
+def gradients(now, rollouts, most_packs=1) -> dict:
+    """Of pack_rollouts and backward, in packs of 64 tokens; another rank has so many."""
     script, state = now.script, now.state
     state.model.zero_grad(set_to_none=True)
-    config = dataclasses.replace(state.config, pack_tokens=64, **changes)
-    state.micro_packs = packs
+    config = dataclasses.replace(state.config, pack_tokens=64)
+    ranks = SimpleNamespace(gather=lambda packs: [packs, most_packs])
     sampled = sum(sum(r.sampled) for r in rollouts)
-    rl.backward(script, state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sampled)
+    rl.backward(script, state, *rl.pack_rollouts(script, config, 0, rollouts, ranks), sampled)
     grads = {name: param.grad for name, param in state.model.named_parameters()}
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
 
@@ -132,7 +131,7 @@ def close(grads, expected) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(setup):
-    """- sum of advantage * log p over sampled tokens / their number, an answer at a time; any micro-batch gives it."""
+    """- sum of advantage * log p over sampled tokens / their number, an answer at a time; empty packs change nothing."""
     now = setup()
     state = now.state
     rng, rollouts = np.random.default_rng(0), []
@@ -148,13 +147,13 @@ def test_the_gradient_is_that_of_the_definition(setup):
         log_p = z.log_softmax(1)[torch.arange(n), ids[1:]]
         (-(log_p * torch.tensor(r.sampled)).sum() * r.advantage / total).backward()
     expected = {name: param.grad for name, param in state.model.named_parameters()}
-    for packs in (1, 2, 16):
-        close(gradients(now, rollouts, packs), expected)
+    for most_packs in (1, 16):
+        close(gradients(now, rollouts, most_packs), expected)
     # Of a GPU whose answers teach nothing.
     idle = gradients(now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2)
     assert all(grad is not None and not grad.any() for grad in idle.values())
     other = [dataclasses.replace(r, sampled=[d and i % 2 == 0 for i, d in enumerate(r.sampled)]) for r in rollouts]
-    assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
+    assert (gradients(now, other)["embed"] - expected["embed"]).abs().max() > 0
 
 
 def test_forced_tokens_and_the_end_mark(setup):
@@ -319,6 +318,17 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (ts.main, resume, "python runs/rl.py --resume"),
     ):
         assert message in stops(main, *argv)
+
+
+def test_two_processes_are_one(source, tmp_path):
+    """They get the same rewards, also if one has more packs of answers than the other."""
+    flags = [source, *FLAGS, "--steps", 3]
+    one = call(rl.main, *flags, "--run-dir", tmp_path / "one")
+    assert one[0] == 0, one[2]
+    two = python("runs/rl.py", *flags, "--run-dir", tmp_path / "two", ranks=2)
+    assert two.returncode == 0, two.stderr
+    rewards = [[e["reward"] for e in entries(tmp_path / name) if "reward" in e] for name in ("one", "two")]
+    assert rewards[0] == pytest.approx(rewards[1]) and len(rewards[0]) == 3
 
 
 def test_gsm8k_items(source, tmp_path):
