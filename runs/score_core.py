@@ -124,7 +124,7 @@ def score_run(args: argparse.Namespace) -> dict:
     args.limit = min(filter(None, limits), default=None)
     bos_id = dataset.tokenizer.bos_id
     max_seq_len = model.config.max_seq_len
-    size = args.batch_tokens or default_batch_tokens(ranks.device)
+    size = args.batch_tokens or default_batch_tokens(ranks)
     size = max(size, 2 * max_seq_len)  # a choice and its targets fit
     score = scorer(model, ranks.device.type == "cuda" and not args.no_compile)
 
