@@ -133,7 +133,7 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, num_slots=128 if cuda else 32)
     score = choices.scorer(run.model, compile=cuda and run.config.compile)
-    size = choices.default_batch_tokens(ranks.device)
+    size = choices.default_batch_tokens(ranks)
     for name, task in TASKS.items():
         if args.tasks and name not in args.tasks:
             continue
@@ -164,6 +164,7 @@ def evaluate(args: argparse.Namespace) -> dict:
     samples = []
     rows = make_table(score_tasks(run, ranks, args, samples), "ChatCORE", len(TASKS))
     *table, total = rows
+    samples = [sample for part in ranks.gather(samples) for sample in part]
     if ranks.is_main:
         write_table(args.run_dir / "chat_eval.csv", rows)
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)

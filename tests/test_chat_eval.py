@@ -16,6 +16,7 @@ from lib import chat_tasks, run_program
 from lib.choices import scorer
 
 from commands import write_run
+from processes import python
 from tiny import ALONE, logits, random_model, tiny_config
 
 
@@ -200,6 +201,20 @@ def test_the_command(bpe, files, tmp_path, capsys):
             evaluate(run_dir, flag, value)
         assert message in capsys.readouterr().err
     assert chat_eval.parse(["run", "--tasks", "mmlu, gsm8k"]).tasks == ["mmlu", "gsm8k"]
+
+
+def test_two_processes(bpe, files, tmp_path):
+    """They share the examples; the files are those of one process, but for the order of the answers."""
+    found = []
+    for ranks in (1, 2):
+        run_dir = write_run(tmp_path / str(ranks), bpe, True, None, max_seq_len=256, pack_tokens=256)
+        done = python("runs/chat_eval.py", run_dir, "--files", files, "--tasks", "mmlu,gsm8k", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        (table,) = run_dir.glob("chat_eval*.csv")
+        (answers,) = run_dir.glob("chat_eval_samples*.jsonl")
+        rows = [row[:4] for row in csv.reader(table.open())]
+        found.append((rows, sorted(answers.read_text().splitlines())))
+    assert found[0] == found[1] and len(found[0][1]) == len(GSM8K)
 
 
 def test_room_for_an_answer(bpe):
