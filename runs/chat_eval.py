@@ -12,7 +12,8 @@
 
 ChatCORE is the mean of (accuracy - chance) / (1 - chance) over all six tasks, where chance is the accuracy of a random
 guess; it is null if a task is skipped. Answers are greedy (temperature 0). The table goes to chat_eval.csv and the
-answers to chat_eval_samples.jsonl in the run directory; the last line on stdout is one JSON object.
+answers to chat_eval_samples.jsonl in the run directory; --step, --limit and --tasks are added to these names. The last
+line on stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz, .jsonl.zst or .parquet with
 the columns of the public sets, and words*.txt with one word per line. A name with "test" goes before one with "val";
@@ -60,7 +61,7 @@ import engine
 import numpy as np
 from lib import chat_format, choices
 from lib.run_program import isolation
-from lib.score_table import make_table, write_table
+from lib.score_table import make_table, score_path, write_table
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -165,12 +166,13 @@ def evaluate(args: argparse.Namespace) -> dict:
     rows = make_table(score_tasks(run, ranks, args, samples), "ChatCORE", len(TASKS))
     *table, total = rows
     samples = [sample for part in ranks.gather(samples) for sample in part]
+    answers = score_path(args.run_dir / "chat_eval_samples.jsonl", args.step, args.limit, args.tasks)
     if ranks.is_main:
-        write_table(args.run_dir / "chat_eval.csv", rows)
+        write_table(score_path(args.run_dir / "chat_eval.csv", args.step, args.limit, args.tasks), rows)
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)
-        (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
+        answers.write_text(lines, encoding="utf-8")
     if samples:
-        say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
+        say(f"answers: {answers}")
     key = "chatcore_estimate" if args.limit else "chatcore"
     result = {key: total.centered, "tasks": {row.task: row.accuracy for row in table}}
     return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}

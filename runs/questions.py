@@ -5,7 +5,8 @@
 The questions are in runs/lib/questions.jsonl: capitals, colors, opposites, sums, short code, facts. A finetuned run is
 asked in the chat format. Any other run continues a list of six questions with their answers, and the line that it adds
 is its answer. Answers are greedy, and one is right if it contains an accepted answer as whole words. They go to
-questions.jsonl in the run directory; the last line on stdout is one JSON object.
+questions.jsonl in the run directory, or with --step N to questions_step_N.jsonl; the last line on stdout is one JSON
+object.
 """
 
 import argparse
@@ -31,6 +32,7 @@ if __name__ == "__main__":
 import engine
 from lib import chat_format
 from lib.chat_tasks import complete
+from lib.score_table import score_path
 
 QUESTIONS = Path(__file__).parent / "lib" / "questions.jsonl"
 MAX_TOKENS = 64
@@ -108,7 +110,8 @@ def evaluate(args: argparse.Namespace) -> dict:
         correct = is_right(answer, question["answers"])
         right[question["kind"]] += correct
         lines.append(json.dumps({**question, "answer": answer, "correct": correct}) + "\n")
-    (args.run_dir / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    path = score_path(args.run_dir / "questions.jsonl", args.step)
+    path.write_text("".join(lines), encoding="utf-8")
     for kind, total in totals.items():
         say(f"{kind:10} {right[kind]:4} of {total}")
     say(f"{'all':10} {right.total():4} of {len(questions)} right")

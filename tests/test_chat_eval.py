@@ -174,7 +174,7 @@ def test_the_command(bpe, files, tmp_path, capsys):
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 4, "--run-code")
     assert code == 0, err
     *_, last = out.splitlines()
-    result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval.csv").open()))
+    result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval_limit_4.csv").open()))
     assert rows[0] == ["task", "examples", "accuracy", "centered", "seconds"] and rows[-1][0] == "ChatCORE"
     assert [row[0] for row in rows[1:-1]] == list(chat_eval.TASKS) == list(result["tasks"])
     assert [row[1] for row in rows[1:]] == ["4", "4", "4", "4", "1", "4", "21"]
@@ -182,12 +182,17 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert [float(row[3]) for row in rows[1:-1]] == pytest.approx(centred)
     assert "chatcore" not in result, "four examples of each task are an estimate"
     assert result["chatcore_estimate"] == pytest.approx(sum(centred) / 6) == pytest.approx(float(rows[-1][3]))
-    samples = [json.loads(line) for line in (run_dir / "chat_eval_samples.jsonl").open()]
+    samples = [json.loads(line) for line in (run_dir / "chat_eval_samples_limit_4.jsonl").open()]
     assert {sample["task"] for sample in samples} == {"gsm8k", "humaneval", "spelling"} and len(samples) == 9
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 2, "--tasks", "mmlu,humaneval")
     assert code == 0 and "allow that with --run-code" in out
     assert "no ChatCORE, which is the mean of 6 tasks; 1 were scored" in out
     assert json.loads(out.splitlines()[-1])["chatcore_estimate"] is None
+    code, out, err = evaluate(run_dir, "--files", files, "--tasks", "mmlu", "--step", 7)
+    assert code == 0, err
+    names = ["", "_limit_4", "_limit_2_mmlu_humaneval", "_step_7_mmlu"]
+    tables = [run_dir / f"chat_eval{name}.csv" for name in names]
+    assert [path.is_file() for path in tables] == [False, True, True, True], "a quick look is no full result"
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
