@@ -299,7 +299,7 @@ class Chat:
             say(f"\n(the context{size} is full, oldest turns dropped: {start // 2})")
 
     def turn(self, text: str) -> None:
-        """Prints the answer to a message as it comes. An empty answer is not kept."""
+        """Prints the answer to a message as it comes. One that is empty is not kept, as data/sft.py refuses it."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None
@@ -320,10 +320,10 @@ class Chat:
         if problem:
             say(problem)
             self.failed = True
-        if problem and not answer["content"]:
-            self.unanswered = self.messages.pop()["content"]
-        else:
+        if answer["content"].strip():
             self.messages.append(answer)
+        else:
+            self.unanswered = self.messages.pop()["content"]
 
     def command(self, line: str) -> bool:
         """Runs a line that starts with a slash; False ends the chat."""
