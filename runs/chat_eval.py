@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lib.chat_tasks import TASKS, ChoiceExample, Example, complete, read_task
+from lib.chat_tasks import TASKS, ChoiceExample, Example, cut, greedy_answers, read_task
 from lib.command import RunError, run_command, say
 
 
@@ -71,7 +71,7 @@ LETTERS = "ABCDEFGHIJ"
 def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks, size: int) -> np.ndarray:
     """Whether each example is answered correctly, by the logits of the letters: bool (examples,).
 
-    The letters are choices that share the whole prompt. A prompt that is longer than the context loses its beginning.
+    The letters are choices that share the whole prompt. One that is longer than the context is cut behind its first id.
 
     Args: score: as choices.scorer() makes it; ranks: the script's Ranks; size: tokens of a batch
     """
@@ -84,8 +84,7 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
         lines = [f"- {choice}={letter}" for choice, letter in zip(example.choices, LETTERS, strict=False)]
         lines += ["", "Respond only with the letter of the correct answer."]
         question = "\n".join([f"Multiple Choice question: {example.question}", *lines])
-        prompt = chat_format.question_ids(tokenizer, question)
-        prompt = prompt[-(max_seq_len - 1) :]
+        prompt = cut(chat_format.question_ids(tokenizer, question), max_seq_len - 1)
         own = letters[: len(example.choices)]
         letter_choices.append([np.array([*prompt, letter], np.int32) for letter in own])
         spans.append([(len(prompt), len(prompt) + 1)] * len(own))
@@ -96,23 +95,10 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
 
 
 def score_texts(generator, examples: list[Example], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
-    """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers.
-
-    A question that leaves no room for an answer loses its beginning.
-    """
-    tokenizer = generator.tokenizer
-    stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
-    max_tokens = TASKS[task].max_tokens
-    context = generator.model.config.max_seq_len
-    longest = context - min(max_tokens, context // 2)  # an answer must fit behind the question
-    options = {"max_tokens": max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+    """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers."""
     mine = examples[ranks.rank :: ranks.world]
-    completions = []
-    for example in mine:
-        prompt = chat_format.question_ids(tokenizer, example.question)
-        completions.append(engine.Completion(prompt[-longest:], **options))
-    complete(generator, completions, task)
-    answers = [tokenizer.decode(completion.tokens) for completion in completions]
+    prompts = [chat_format.question_ids(generator.tokenizer, example.question) for example in mine]
+    answers = greedy_answers(generator, prompts, TASKS[task].max_tokens, task)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
         grades = list(threads.map(lambda example, answer: example.is_correct(answer), mine, answers))

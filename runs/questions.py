@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import engine
 from lib import chat_format
-from lib.chat_tasks import complete
+from lib.chat_tasks import greedy_answers
 from lib.score_table import score_path
 
 QUESTIONS = Path(__file__).parent / "lib" / "questions.jsonl"
@@ -83,17 +83,10 @@ def prompt_ids(tokenizer, question: str, is_chat: bool) -> list[int]:
 
 def ask(run: engine.Run, questions: list[dict], is_chat: bool) -> list[str]:
     """The greedy answer to each question."""
-    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],) if is_chat else ()
-    options = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "stop": stop, "tools": is_chat}
-    room = run.model.config.max_seq_len - MAX_TOKENS
-    completions = []
-    for question in questions:
-        prompt = prompt_ids(run.tokenizer, question["question"], is_chat)
-        if len(prompt) > room:  # a short context loses the first examples
-            prompt = [prompt[0], *prompt[-room:]]
-        completions.append(engine.Completion(prompt, **options))
-    complete(engine.Generator(run.model, run.tokenizer), completions, "questions")
-    answers = [run.tokenizer.decode(completion.tokens).strip() for completion in completions]
+    prompts = [prompt_ids(run.tokenizer, question["question"], is_chat) for question in questions]
+    generator = engine.Generator(run.model, run.tokenizer)
+    answers = greedy_answers(generator, prompts, MAX_TOKENS, "questions", is_chat)
+    answers = [answer.strip() for answer in answers]
     return answers if is_chat else [answer.partition("\n")[0] for answer in answers]
 
 

@@ -96,7 +96,7 @@ if __name__ == "__main__":
 import engine
 import torch
 from lib import chat_tasks
-from lib.chat_tasks import Example, complete, sft
+from lib.chat_tasks import Example, sft
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class RolloutLoader:
             examples.append(self.task.train(state.step, place))
             seeds = [seed_of("train", settings.seed, state.step, place, k) for k in range(settings.samples)]
             completions.append(self.new_completions(examples[-1], seeds, 1.0))
-        complete(self.generator, [completion for group in completions for completion in group])
+        self.generator.complete([completion for group in completions for completion in group])
         pairs = zip(examples, completions, strict=True)
         groups = [grade(self.task, self.tokenizer, example, group) for example, group in pairs]
         rollouts = [rollout for group in groups for rollout in group]
@@ -352,7 +352,7 @@ def evaluate_held_out(rollouts: RolloutLoader) -> tuple[dict[str, float], list[d
         seeds = [seed_of("test", i, k) for k in range(n)]
         groups.append(greedy + rollouts.new_completions(examples[i], seeds, 1.0))
     note = "held-out questions" if ranks.is_main else ""
-    complete(rollouts.generator, [completion for group in groups for completion in group], note)
+    rollouts.generator.complete([completion for group in groups for completion in group], note)
 
     greedy_correct = np.zeros(len(examples), np.int64)
     sampled_correct = np.zeros(len(examples), np.int64)  # how many of n

@@ -131,7 +131,7 @@ def close(grads, expected) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(setup):
-    """- sum of advantage * log p over sampled tokens / their number, an answer at a time; empty packs change nothing."""
+    """- sum of advantage * log p over sampled tokens / their number, one answer at a time; empty packs add nothing."""
     now = setup()
     state = now.state
     rng, rollouts = np.random.default_rng(0), []
@@ -202,7 +202,7 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
 
     answers = fill([engine.Completion([1]) for _ in worth])
     assert [r.reward for r in rl.grade(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
-    monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
+    monkeypatch.setattr(generator, "complete", lambda answers, *note: fill(answers))
     found, answers = rl.evaluate_held_out(now)
     assert found["greedy"] == 4 / len(worth)
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
@@ -210,13 +210,14 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
 
 def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     """No seed comes twice, neither in the questions of a step nor in the next step, nor in a test."""
-    now, complete, seeds = setup(), rl.complete, []
+    now, seeds = setup(), []
+    complete = now.generator.complete
 
-    def watched(generator, completions, *note):
+    def watched(completions, *note):
         seeds.extend(c.seed for c in completions if c.temperature)
-        complete(generator, completions, *note)
+        complete(completions, *note)
 
-    monkeypatch.setattr(rl, "complete", watched)
+    monkeypatch.setattr(now.generator, "complete", watched)
     for _ in range(2):
         take_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
