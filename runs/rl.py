@@ -64,7 +64,7 @@ class Settings(BaseModel, allow_inf_nan=False):
     """The settings of a run, from its flags; entry "rl" of config.json."""
 
     source: str
-    no_compile: bool = False
+    compile: bool = Field(True, description="compile the model; --no-compile starts quicker, its steps are slower")
     task: Literal[*MAX_TOKENS] = Field("addition", description="task to train on, addition or gsm8k")
     digits: int = Field(2, ge=1, le=18, description="digits of each number to add")
     files: str | None = Field(None, description="folder with GSM8K's files (default: downloaded)")
@@ -86,7 +86,6 @@ class Settings(BaseModel, allow_inf_nan=False):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="finetuned run to start from")
-    parser.add_argument("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower steps")
     add_flags(parser, Settings.model_fields)
 
 
@@ -392,7 +391,7 @@ def rl_config(script, checkpoint: Path, settings: Settings):
         adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
         fp8_head=False,
-        compile=base.compile and not settings.no_compile,
+        compile=base.compile and settings.compile,
         **same,
     )
 
