@@ -43,15 +43,9 @@ from typing import Any, Literal
 
 import numpy as np
 from lib import chat_format
-from lib.checkpoint import (
-    best_fit,
-    describe_run,
-    describe_tool,
-    load_source,
-    newest_checkpoint,
-    stage_config,
-)
+from lib.checkpoint import describe_run, describe_tool, load_source, newest_checkpoint, stage_config
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
+from lib.packing import best_fit
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report

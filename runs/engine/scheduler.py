@@ -203,7 +203,7 @@ class Decoder:
                 plan.num_cached = self.prefix_cache.match(slot, plan.ids)
                 reusing.append(plan)
 
-        new_prefixes = self.prefix_cache.choose_shared(reusing)
+        new_prefixes = self.prefix_cache.choose_prefixes(reusing)
         self.fill(new_prefixes)
         self.cache.copy({plan.slot: plan.source for plan in plans if plan.source is not None})
         self.fill(plans)
