@@ -20,8 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.command import RunError, check_sampling, first_line, run_command
-from lib.command import print_note as say  # stdout holds nothing but the answers
+from lib.command import RunError, check_sampling, first_line, print_note, run_command
 
 HELP = """\
 /clear         forget the conversation
@@ -117,7 +116,7 @@ class Local(OwnModel):
         specials = run.tokenizer.specials
         self.chat = chat_format.is_chat_run(run_dir)
         if not self.chat:
-            say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
+            print_note("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
         self.stops = tuple(specials[name] for name in specials.keys() - chat_format.CALL_TOKENS.keys())
 
     def render(self, messages: list[dict]) -> list[int]:
@@ -150,7 +149,7 @@ class Local(OwnModel):
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.evict(0)
         if completion.reason == "length":
-            say(f"\n(cut after {completion.max_tokens:,} tokens)")
+            print_note(f"\n(cut after {completion.max_tokens:,} tokens)")
         for _, text in detokenizer.finish():
             show(text)
 
@@ -270,7 +269,10 @@ def printable(text: str) -> str:
 
 
 class Chat:
-    """History and commands. A message is {"role", "content"}; an answer of a run's model also has "ids"."""
+    """History and commands. A message is {"role", "content"}; an answer of a run's model also has "ids".
+
+    Notes go to stderr, so that stdout holds nothing but the answers.
+    """
 
     def __init__(self, backend: Local | Pretrained | Remote, system: str = ""):
         self.backend = backend
@@ -296,10 +298,10 @@ class Chat:
         if start:
             del self.messages[:start]
             size = f" of {self.backend.limit:,} tokens" if self.backend.limit else ""
-            say(f"\n(the context{size} is full, oldest turns dropped: {start // 2})")
+            print_note(f"\n(the context{size} is full, oldest turns dropped: {start // 2})")
 
     def turn(self, text: str) -> None:
-        """Prints the answer to a message as it comes. An empty answer is not kept."""
+        """Prints the answer to a message as it comes. One that is empty is not kept, as data/sft.py refuses it."""
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": ""}
         problem = None
@@ -318,12 +320,12 @@ class Chat:
         print(flush=True)
         self.unanswered = ""
         if problem:
-            say(problem)
+            print_note(problem)
             self.failed = True
-        if problem and not answer["content"]:
-            self.unanswered = self.messages.pop()["content"]
-        else:
+        if answer["content"].strip():
             self.messages.append(answer)
+        else:
+            self.unanswered = self.messages.pop()["content"]
 
     def command(self, line: str) -> bool:
         """Runs a line that starts with a slash; False ends the chat."""
@@ -334,10 +336,10 @@ class Chat:
         if name == "/clear":
             self.messages.clear()
             self.unanswered = ""
-            say("(cleared)")
+            print_note("(cleared)")
         elif name == "/undo":
             self.undo()
-            say("(undone)")
+            print_note("(undone)")
         elif name == "/retry":
             if text := self.unanswered or self.undo():
                 self.turn(text)
@@ -345,13 +347,13 @@ class Chat:
             self.set_temperature(rest)
         elif name == "/system":
             self.system = rest
-            say("(set)" if rest else "(no system message)")
+            print_note("(set)" if rest else "(no system message)")
         elif name == "/save":
             self.save(rest)
         elif name == "/help":
-            say(HELP)
+            print_note(HELP)
         else:
-            say(f"unknown command {name}; /help lists all")
+            print_note(f"unknown command {name}; /help lists all")
         return True
 
     def undo(self) -> str:
@@ -367,14 +369,14 @@ class Chat:
             value = math.nan
         if 0 <= value < math.inf:
             self.backend.args.temperature = value
-            say(f"(temperature {value:g})")
+            print_note(f"(temperature {value:g})")
         else:
-            say("/temperature needs a number that is at least 0")
+            print_note("/temperature needs a number that is at least 0")
 
     def save(self, name: str) -> None:
         """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
         if not name or not self.messages:
-            say("/save needs a file name and a conversation to save")
+            print_note("/save needs a file name and a conversation to save")
             return
         path = Path(name).expanduser()
         messages = []
@@ -386,9 +388,9 @@ class Chat:
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.history(messages)}) + "\n")
-            say(f"(saved {len(self.messages)} messages to {path})")
+            print_note(f"(saved {len(self.messages)} messages to {path})")
         except OSError as error:
-            say(f"cannot write {path} ({error.strerror})")
+            print_note(f"cannot write {path} ({error.strerror})")
 
     def loop(self) -> None:
         """Reads lines until /quit or the end."""
@@ -396,7 +398,7 @@ class Chat:
         if terminal:
             with contextlib.suppress(ImportError):  # gives input() line editing; Windows has its own
                 import readline  # noqa: F401
-            say("/help lists the commands")
+            print_note("/help lists the commands")
         while True:
             try:
                 line = read_lines("> " if terminal else "")
@@ -407,7 +409,7 @@ class Chat:
             except KeyboardInterrupt:
                 if not terminal:
                     raise
-                say("\n(Ctrl-D or /quit ends the chat)")
+                print_note("\n(Ctrl-D or /quit ends the chat)")
                 continue
             if line.startswith("/") and not line.startswith("//"):
                 if not self.command(line.strip()):

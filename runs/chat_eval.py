@@ -12,7 +12,8 @@
 
 ChatCORE is the mean of (accuracy - chance) / (1 - chance) over all six tasks, where chance is the accuracy of a random
 guess; it is null if a task is skipped. Answers are greedy (temperature 0). The table goes to chat_eval.csv and the
-answers to chat_eval_samples.jsonl in the run directory; the last line on stdout is one JSON object.
+answers to chat_eval_samples.jsonl in the run directory; --step, --limit and --tasks are added to these names. The last
+line on stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz, .jsonl.zst or .parquet with
 the columns of the public sets, and words*.txt with one word per line. A name with "test" goes before one with "val";
@@ -31,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lib.chat_tasks import TASKS, ChoiceExample, Example, complete, read_task
+from lib.chat_tasks import TASKS, ChoiceExample, Example, cut, greedy_answers, read_task
 from lib.command import RunError, run_command, say
 
 
@@ -60,7 +61,7 @@ import engine
 import numpy as np
 from lib import chat_format, choices
 from lib.run_program import isolation
-from lib.score_table import make_table, write_table
+from lib.score_table import make_table, score_path, write_table
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -70,7 +71,7 @@ LETTERS = "ABCDEFGHIJ"
 def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks, size: int) -> np.ndarray:
     """Whether each example is answered correctly, by the logits of the letters: bool (examples,).
 
-    The letters are choices that share the whole prompt. A prompt that is longer than the context loses its beginning.
+    The letters are choices that share the whole prompt. One that is longer than the context is cut behind its first id.
 
     Args: score: as choices.scorer() makes it; ranks: the script's Ranks; size: tokens of a batch
     """
@@ -83,8 +84,7 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
         lines = [f"- {choice}={letter}" for choice, letter in zip(example.choices, LETTERS, strict=False)]
         lines += ["", "Respond only with the letter of the correct answer."]
         question = "\n".join([f"Multiple Choice question: {example.question}", *lines])
-        prompt = chat_format.question_ids(tokenizer, question)
-        prompt = prompt[-(max_seq_len - 1) :]
+        prompt = cut(chat_format.question_ids(tokenizer, question), max_seq_len - 1)
         own = letters[: len(example.choices)]
         letter_choices.append([np.array([*prompt, letter], np.int32) for letter in own])
         spans.append([(len(prompt), len(prompt) + 1)] * len(own))
@@ -95,23 +95,10 @@ def score_choices(score, model, tokenizer, examples: list[ChoiceExample], ranks,
 
 
 def score_texts(generator, examples: list[Example], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
-    """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers.
-
-    A question that leaves no room for an answer loses its beginning.
-    """
-    tokenizer = generator.tokenizer
-    stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
-    max_tokens = TASKS[task].max_tokens
-    context = generator.model.config.max_seq_len
-    longest = context - min(max_tokens, context // 2)  # an answer must fit behind the question
-    options = {"max_tokens": max_tokens, "temperature": 0.0, "stop": stop, "tools": True}
+    """Whether the greedy answer to each example is correct, bool (examples,), and this rank's answers."""
     mine = examples[ranks.rank :: ranks.world]
-    completions = []
-    for example in mine:
-        prompt = chat_format.question_ids(tokenizer, example.question)
-        completions.append(engine.Completion(prompt[-longest:], **options))
-    complete(generator, completions, task)
-    answers = [tokenizer.decode(completion.tokens) for completion in completions]
+    prompts = [chat_format.question_ids(generator.tokenizer, example.question) for example in mine]
+    answers = greedy_answers(generator, prompts, TASKS[task].max_tokens, task)
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
         grades = list(threads.map(lambda example, answer: example.is_correct(answer), mine, answers))
@@ -133,7 +120,7 @@ def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[t
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, num_slots=128 if cuda else 32)
     score = choices.scorer(run.model, compile=cuda and run.config.compile)
-    size = choices.default_batch_tokens(ranks.device)
+    size = choices.default_batch_tokens(ranks)
     for name, task in TASKS.items():
         if args.tasks and name not in args.tasks:
             continue
@@ -164,12 +151,14 @@ def evaluate(args: argparse.Namespace) -> dict:
     samples = []
     rows = make_table(score_tasks(run, ranks, args, samples), "ChatCORE", len(TASKS))
     *table, total = rows
+    samples = [sample for part in ranks.gather(samples) for sample in part]
+    answers = score_path(args.run_dir / "chat_eval_samples.jsonl", args.step, args.limit, args.tasks)
     if ranks.is_main:
-        write_table(args.run_dir / "chat_eval.csv", rows)
+        write_table(score_path(args.run_dir / "chat_eval.csv", args.step, args.limit, args.tasks), rows)
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)
-        (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
+        answers.write_text(lines, encoding="utf-8")
     if samples:
-        say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
+        say(f"answers: {answers}")
     key = "chatcore_estimate" if args.limit else "chatcore"
     result = {key: total.centered, "tasks": {row.task: row.accuracy for row in table}}
     return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}

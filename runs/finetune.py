@@ -26,7 +26,6 @@ from types import ModuleType
 
 import numpy as np
 from lib.checkpoint import (
-    best_fit,
     describe_run,
     describe_tool,
     load_source,
@@ -35,6 +34,7 @@ from lib.checkpoint import (
     stage_config,
 )
 from lib.command import RunError, run_command, say
+from lib.packing import best_fit
 
 # Packs per step: fewer than in pretraining, as there are few conversations.
 PACKS = {"train_small": 8, "train_medium": 16}

@@ -5,7 +5,8 @@
 The questions are in runs/lib/questions.jsonl: capitals, colors, opposites, sums, short code, facts. A finetuned run is
 asked in the chat format. Any other run continues a list of six questions with their answers, and the line that it adds
 is its answer. Answers are greedy, and one is right if it contains an accepted answer as whole words. They go to
-questions.jsonl in the run directory; the last line on stdout is one JSON object.
+questions.jsonl in the run directory, or with --step N to questions_step_N.jsonl; the last line on stdout is one JSON
+object.
 """
 
 import argparse
@@ -30,7 +31,8 @@ if __name__ == "__main__":
 
 import engine
 from lib import chat_format
-from lib.chat_tasks import complete
+from lib.chat_tasks import greedy_answers
+from lib.score_table import score_path
 
 QUESTIONS = Path(__file__).parent / "lib" / "questions.jsonl"
 MAX_TOKENS = 64
@@ -81,17 +83,10 @@ def prompt_ids(tokenizer, question: str, is_chat: bool) -> list[int]:
 
 def ask(run: engine.Run, questions: list[dict], is_chat: bool) -> list[str]:
     """The greedy answer to each question."""
-    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],) if is_chat else ()
-    options = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "stop": stop, "tools": is_chat}
-    room = run.model.config.max_seq_len - MAX_TOKENS
-    completions = []
-    for question in questions:
-        prompt = prompt_ids(run.tokenizer, question["question"], is_chat)
-        if len(prompt) > room:  # a short context loses the first examples
-            prompt = [prompt[0], *prompt[-room:]]
-        completions.append(engine.Completion(prompt, **options))
-    complete(engine.Generator(run.model, run.tokenizer), completions, "questions")
-    answers = [run.tokenizer.decode(completion.tokens).strip() for completion in completions]
+    prompts = [prompt_ids(run.tokenizer, question["question"], is_chat) for question in questions]
+    generator = engine.Generator(run.model, run.tokenizer)
+    answers = greedy_answers(generator, prompts, MAX_TOKENS, "questions", is_chat)
+    answers = [answer.strip() for answer in answers]
     return answers if is_chat else [answer.partition("\n")[0] for answer in answers]
 
 
@@ -108,7 +103,8 @@ def evaluate(args: argparse.Namespace) -> dict:
         correct = is_right(answer, question["answers"])
         right[question["kind"]] += correct
         lines.append(json.dumps({**question, "answer": answer, "correct": correct}) + "\n")
-    (args.run_dir / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    path = score_path(args.run_dir / "questions.jsonl", args.step)
+    path.write_text("".join(lines), encoding="utf-8")
     for kind, total in totals.items():
         say(f"{kind:10} {right[kind]:4} of {total}")
     say(f"{'all':10} {right.total():4} of {len(questions)} right")

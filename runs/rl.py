@@ -43,15 +43,9 @@ from typing import Any, Literal
 
 import numpy as np
 from lib import chat_format
-from lib.checkpoint import (
-    best_fit,
-    describe_run,
-    describe_tool,
-    load_source,
-    newest_checkpoint,
-    stage_config,
-)
+from lib.checkpoint import describe_run, describe_tool, load_source, newest_checkpoint, stage_config
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
+from lib.packing import best_fit
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
@@ -64,7 +58,7 @@ class Settings(BaseModel, allow_inf_nan=False):
     """The settings of a run, from its flags; entry "rl" of config.json."""
 
     source: str
-    no_compile: bool = False
+    compile: bool = Field(True, description="compile the model; --no-compile starts quicker, its steps are slower")
     task: Literal[*MAX_TOKENS] = Field("addition", description="task to train on, addition or gsm8k")
     digits: int = Field(2, ge=1, le=18, description="digits of each number to add")
     files: str | None = Field(None, description="folder with GSM8K's files (default: downloaded)")
@@ -86,7 +80,6 @@ class Settings(BaseModel, allow_inf_nan=False):
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="finetuned run to start from")
-    parser.add_argument("--no-compile", action="store_true", help="plain PyTorch: quicker start, slower steps")
     add_flags(parser, Settings.model_fields)
 
 
@@ -96,11 +89,11 @@ if __name__ == "__main__":
 import engine
 import torch
 from lib import chat_tasks
-from lib.chat_tasks import Example, complete, sft
+from lib.chat_tasks import Example, sft
 
 
 @dataclass(frozen=True)
-class Task:
+class Environment:
     """Questions, and what an answer is worth."""
 
     train: Callable[[int, int], Example]  # (step, index in the step) -> a question to train on
@@ -110,7 +103,7 @@ class Task:
     max_tokens: int  # in an answer
 
 
-# ---- tasks
+# ---- environments
 
 
 def correct_digits(expected: str, text: str) -> float:
@@ -128,7 +121,7 @@ def sum_example(a: int, b: int) -> Example:
     return Example(question, str(a + b), chat_tasks.same_number(f"#### {a + b}"))
 
 
-def addition_task(settings: Settings) -> Task:
+def addition_environment(settings: Settings) -> Environment:
     """Sums of two numbers of exactly `digits` digits."""
     lengths = (settings.digits, settings.digits)
 
@@ -145,10 +138,10 @@ def addition_task(settings: Settings) -> Task:
     pairs = [sft.random_sum(rng, lengths, "val") for _ in range(20 * settings.eval_examples)]
     unique = list(dict.fromkeys(pairs))
     test = [sum_example(*pair) for pair in unique[: settings.eval_examples]]
-    return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
+    return Environment(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
-def gsm8k_task(settings: Settings) -> Task:
+def gsm8k_environment(settings: Settings) -> Environment:
     """Grade-school problems."""
     folder = Path(settings.files) if settings.files else None
     train_examples = chat_tasks.read_task("gsm8k", folder, part="train")
@@ -163,7 +156,7 @@ def gsm8k_task(settings: Settings) -> Task:
         return train_examples[order[index]]
 
     reward = lambda example, text: float(example.is_correct(text))
-    return Task(train, test_examples[: settings.eval_examples], reward, True, MAX_TOKENS["gsm8k"])
+    return Environment(train, test_examples[: settings.eval_examples], reward, True, MAX_TOKENS["gsm8k"])
 
 
 # ---- answers and their rewards
@@ -172,7 +165,7 @@ def gsm8k_task(settings: Settings) -> Task:
 @dataclass(frozen=True)
 class Rollout:
     tokens: list[int]  # the prompt, the answer, and the token that ended it
-    sampled: list[bool]  # the loss mask of all tokens but the first: whether the model sampled each
+    loss_mask: list[bool]  # of all tokens but the first: whether the model sampled each
     reward: float
     advantage: float
 
@@ -183,43 +176,44 @@ def ends(completion: engine.Completion, text: str) -> bool:
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def grade(task: Task, tokenizer, example: Example, completions: list) -> list[Rollout]:
+def grade(environment: Environment, tokenizer, example: Example, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
     for completion in completions:
         text = tokenizer.decode(completion.tokens)
-        rewards.append(task.reward(example, text) * ends(completion, text))
+        rewards.append(environment.reward(example, text) * ends(completion, text))
     mean = sum(rewards) / len(rewards)
     differ = max(rewards) > min(rewards)  # the mean of equal rewards may be rounded
 
     rollouts = []
     for completion, reward in zip(completions, rewards, strict=True):
         tokens = [*completion.prompt, *completion.tokens]
-        sampled = [False] * (len(completion.prompt) - 1)
-        sampled += [not forced for forced in completion.forced]
+        loss_mask = [False] * (len(completion.prompt) - 1)
+        loss_mask += [not forced for forced in completion.forced]
         if completion.reason == "stop":
             tokens.append(completion.stop_token)
-            sampled.append(True)
-        rollouts.append(Rollout(tokens, sampled, reward, reward - mean if differ else 0.0))
+            loss_mask.append(True)
+        rollouts.append(Rollout(tokens, loss_mask, reward, reward - mean if differ else 0.0))
     return rollouts
 
 
 # ---- a step
 
 
-def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> tuple:
-    """The rollouts that have an advantage, as one or more micro-batches of `packs` packs; empty packs fill up the last.
+def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], ranks) -> tuple:
+    """This rank's rollouts that have an advantage, in packs; at least one, which may be empty.
 
     Returns: the script's Batch; fp32 (P, pack_tokens), the advantage of the answer that a target is in
     """
     rollouts = [r for r in rollouts if r.advantage]
     members = [[]]  # of each pack
     if rollouts:
-        lengths = np.array([len(r.sampled) for r in rollouts])
+        lengths = np.array([len(r.loss_mask) for r in rollouts])
         order = np.arange(len(rollouts))
         members = best_fit(lengths, order, config.pack_tokens, config.max_docs_per_pack)
-    while len(members) % packs:
-        members.append([])
+    # The exchange of n-gram gradients needs as many rows from each rank, so empty packs fill up the others.
+    most = max(ranks.gather(len(members)))
+    members += [[]] * (most - len(members))
 
     batch = script.empty_packs(len(members), config, bos_id)
     advantages = torch.zeros(batch.tokens.shape)
@@ -228,27 +222,25 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
         start = 0
         for i in indices:
             rollout = rollouts[i]
-            end = start + len(rollout.sampled)
+            end = start + len(rollout.loss_mask)
             advantages[pack, start:end] = rollout.advantage
             start = end
-            documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.sampled)))
+            documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.loss_mask)))
         script.fill_pack(batch, pack, documents)
     return batch, advantages
 
 
-def backward(script, state, batch, advantages: torch.Tensor, sampled: int) -> torch.Tensor:
-    """Adds the gradient of sum(advantage * nats) / sampled tokens of this rank's packs; returns the sum of nats."""
+def backward(script, state, batch, advantages: torch.Tensor, num_sampled: int) -> torch.Tensor:
+    """Adds the gradient of sum(advantage * nats) / num_sampled of this rank's packs; returns the sum of nats."""
     device = state.ranks.device
     total_nats = torch.zeros((), device=device)
-    factor = torch.full_like(total_nats, state.loss_scale / sampled)
-    tables = [[] for _ in script.ngram_tables(state.model)]
-    micro_batches = batch.micro_batches(state.micro_packs, device)
-    for micro_batch, weights in zip(micro_batches, advantages.split(state.micro_packs), strict=True):
-        nats, gradients = script.micro_step(state, micro_batch, factor, weights.flatten().to(device))
+    factor = torch.full_like(total_nats, state.loss_scale / num_sampled)
+    gradients = []  # of each pack, a list over n-gram tables
+    for micro_batch, weights in zip(batch.micro_batches(1, device), advantages, strict=True):
+        nats, row_gradients = script.micro_step(state, micro_batch, factor, weights.to(device))
         total_nats += nats
-        for collected, gradient in zip(tables, gradients, strict=True):
-            collected.append(gradient)
-    script.set_sparse_gradients(state.model, tables)
+        gradients.append(row_gradients)
+    script.set_sparse_gradients(state.model, list(zip(*gradients, strict=True)))
     return total_nats
 
 
@@ -277,7 +269,7 @@ class RolloutLoader:
 
     script: ModuleType  # the training script of the run directory
     settings: Settings
-    task: Task
+    environment: Environment
     tokenizer: Any
     state: Any  # the script's TrainState
     generator: Any
@@ -294,24 +286,24 @@ class RolloutLoader:
         examples = []  # the answers to one question stay on one rank
         completions = []  # the group of each example
         for place in range(ranks.rank, settings.prompts, ranks.world):
-            examples.append(self.task.train(state.step, place))
+            examples.append(self.environment.train(state.step, place))
             seeds = [seed_of("train", settings.seed, state.step, place, k) for k in range(settings.samples)]
             completions.append(self.new_completions(examples[-1], seeds, 1.0))
-        complete(self.generator, [completion for group in completions for completion in group])
+        self.generator.complete([completion for group in completions for completion in group])
         pairs = zip(examples, completions, strict=True)
-        groups = [grade(self.task, self.tokenizer, example, group) for example, group in pairs]
+        groups = [grade(self.environment, self.tokenizer, example, group) for example, group in pairs]
         rollouts = [rollout for group in groups for rollout in group]
 
         # Sums over all ranks decide for all of them whether there is anything to learn.
         sums = [
-            sum(sum(r.sampled) for r in rollouts),
+            sum(sum(r.loss_mask) for r in rollouts),
             sum(r.reward for r in rollouts),
             sum(r.reward == 1 for r in rollouts),
             sum(any(r.advantage for r in group) for group in groups),
         ]
         num_sampled, reward, num_correct, num_signal = sum(ranks.gather(np.array(sums, float))).tolist()
         bos_id = self.tokenizer.bos_id
-        batch, advantages = pack_rollouts(self.script, state.config, bos_id, rollouts, state.micro_packs)
+        batch, advantages = pack_rollouts(self.script, state.config, bos_id, rollouts, ranks)
         batch.advantages = advantages
         batch.total_tokens = int(num_sampled)
         count = settings.prompts * settings.samples
@@ -327,11 +319,11 @@ class RolloutLoader:
         """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
         prompt = chat_format.question_ids(self.tokenizer, example.question)
         options = {
-            "max_tokens": self.task.max_tokens,
+            "max_tokens": self.environment.max_tokens,
             "temperature": temperature,
             "top_k": 0,
             "stop": (self.tokenizer.specials[chat_format.ASSISTANT_END],),
-            "tools": self.task.tools,
+            "tools": self.environment.tools,
         }
         return [engine.Completion(prompt, seed=seed, **options) for seed in seeds]
 
@@ -341,7 +333,7 @@ class RolloutLoader:
 
 def evaluate_held_out(rollouts: RolloutLoader) -> tuple[dict[str, float], list[dict]]:
     """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
-    examples = rollouts.task.test
+    examples = rollouts.environment.test
     n = rollouts.settings.eval_samples
     ranks = rollouts.state.ranks
     # Each rank has questions in a row, so the report's are the first for any number of ranks.
@@ -353,13 +345,13 @@ def evaluate_held_out(rollouts: RolloutLoader) -> tuple[dict[str, float], list[d
         seeds = [seed_of("test", i, k) for k in range(n)]
         groups.append(greedy + rollouts.new_completions(examples[i], seeds, 1.0))
     note = "held-out questions" if ranks.is_main else ""
-    complete(rollouts.generator, [completion for group in groups for completion in group], note)
+    rollouts.generator.complete([completion for group in groups for completion in group], note)
 
     greedy_correct = np.zeros(len(examples), np.int64)
     sampled_correct = np.zeros(len(examples), np.int64)  # how many of n
     answers = []
     for i, group in zip(mine, groups, strict=True):
-        greedy, *sampled = grade(rollouts.task, rollouts.tokenizer, examples[i], group)
+        greedy, *sampled = grade(rollouts.environment, rollouts.tokenizer, examples[i], group)
         greedy_correct[i] = greedy.reward == 1
         sampled_correct[i] = sum(r.reward == 1 for r in sampled)
         text = rollouts.tokenizer.decode(group[0].tokens)
@@ -393,19 +385,20 @@ def rl_config(script, checkpoint: Path, settings: Settings):
         adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
         fp8_head=False,
-        compile=base.compile and not settings.no_compile,
+        compile=base.compile and settings.compile,
         **same,
     )
 
 
-def make_job(script, home: Path, settings: Settings, resume: bool):
-    """RL, as a kind of the script's pretraining; home is the run to start from or to resume."""
-    checkpoint = newest_checkpoint(script, home)
-    config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    tokenizer = script.Tokenizer(home / "tokenizer.json")
-    if not chat_format.is_chat_run(home):
-        raise RunError(f"{home} was not finetuned, so none of its answers would be correct; start from a finetuned run")
-    task = {"addition": addition_task, "gsm8k": gsm8k_task}[settings.task](settings)
+def make_job(script, run_dir: Path, settings: Settings, resume: bool):
+    """RL, as a kind of the script's pretraining; run_dir is the run to start from or to resume."""
+    checkpoint = newest_checkpoint(script, run_dir)
+    config = script.read_config(run_dir) if resume else rl_config(script, checkpoint, settings)
+    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
+    if not chat_format.is_chat_run(run_dir):
+        raise RunError(f"{run_dir} was not finetuned, so no answer would be correct; start from a finetuned run")
+    environments = {"addition": addition_environment, "gsm8k": gsm8k_environment}
+    environment = environments[settings.task](settings)
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
 
     class ReinforcementLearning(script.Pretraining):
@@ -416,7 +409,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
             self.config = config
             self.tokenizer = tokenizer
             self.fingerprint = settings.task
-            self.note = f"{note}, {len(task.test):,} held-out questions, from {settings.source}"
+            self.note = f"{note}, {len(environment.test):,} held-out questions, from {settings.source}"
             describe_tool(self, {"rl": settings.model_dump()}, __file__)
 
         def check(self, ranks) -> None:
@@ -432,7 +425,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
         def loader(self, run):
             generator = engine.Generator(run.state.model, tokenizer, num_slots=settings.max_num_seqs)
-            return RolloutLoader(script, settings, task, tokenizer, run.state, generator)
+            return RolloutLoader(script, settings, environment, tokenizer, run.state, generator)
 
         def step(self, state, batch):
             return policy_gradient_step(script, state, batch)
@@ -459,10 +452,10 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
 def reinforce(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    home = args.run_dir if args.resume else Path(args.source)
-    script = engine.import_script(home)
-    given = describe_run(script, home, "rl")["rl"] if args.resume else vars(args)
-    job = make_job(script, home, check_settings(Settings, given), args.resume)
+    run_dir = args.run_dir if args.resume else Path(args.source)
+    script = engine.import_script(run_dir)
+    given = describe_run(script, run_dir, "rl")["rl"] if args.resume else vars(args)
+    job = make_job(script, run_dir, check_settings(Settings, given), args.resume)
     return script.train(job, args)
 
 

@@ -48,7 +48,7 @@ import numpy as np
 import torch
 from lib.checkpoint import open_dataset
 from lib.choices import ChoiceBatch, ChoiceTask, default_batch_tokens, score_task, scorer
-from lib.score_table import TaskScore, make_table, write_table
+from lib.score_table import TaskScore, make_table, score_path, write_table
 
 NUM_TASKS = 22
 
@@ -100,12 +100,9 @@ def write_scores(run: engine.Run, args: argparse.Namespace, rows: list[TaskScore
     run_dir = args.run_dir
     newest = run.script.checkpoints(run_dir)[-1]
     result = run_dir / "result.json"  # the run writes it when it has finished
-    if newest.name != f"step_{run.step:06d}" or not result.is_file():
-        write_table(run_dir / f"core_step_{run.step}.csv", rows)
-    elif args.limit:
-        write_table(run_dir / f"core_limit_{args.limit}.csv", rows)
-    else:
-        write_table(run_dir / "core.csv", rows)
+    finished = newest.name == f"step_{run.step:06d}" and result.is_file()
+    write_table(score_path(run_dir / "core.csv", None if finished else run.step, args.limit), rows)
+    if finished and not args.limit:
         scores = {"core": rows[-1].centered, "core_seconds": rows[-1].seconds}
         content = json.loads(result.read_text(encoding="utf-8")) | scores
         result.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -124,7 +121,7 @@ def score_run(args: argparse.Namespace) -> dict:
     args.limit = min(filter(None, limits), default=None)
     bos_id = dataset.tokenizer.bos_id
     max_seq_len = model.config.max_seq_len
-    size = args.batch_tokens or default_batch_tokens(ranks.device)
+    size = args.batch_tokens or default_batch_tokens(ranks)
     size = max(size, 2 * max_seq_len)  # a choice and its targets fit
     score = scorer(model, ranks.device.type == "cuda" and not args.no_compile)
 

@@ -206,10 +206,10 @@ class Server(uvicorn.Server):
         return APIError(401, 'this server needs an API key: send "Authorization: Bearer KEY"', code="invalid_api_key")
 
     async def root(self, http_request: HTTPRequest) -> Response:
-        """For browsers: leads to the web page."""
-        if self.page_url:
+        """For browsers on this machine, the only ones that can reach it: leads to the web page."""
+        if self.page_url and ipaddress.ip_address(http_request.client.host).is_loopback:
             return RedirectResponse(self.page_url)
-        raise HTTPException(404, "Not Found; --page starts a chat page")
+        raise HTTPException(404, "Not Found; --page starts a chat page for browsers on this machine")
 
     async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker

@@ -230,6 +230,21 @@ def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     assert chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
 
 
+def test_an_empty_answer_is_not_kept(make, tmp_path):
+    """/save promises what data/sft.py reads, which needs a text in each message; /retry asks again."""
+    chat = make()
+    pieces = iter([" \n", "yes", "", "no"])
+    chat.backend.reply = lambda messages, answer, show: show(next(pieces))
+    for text in ("a", "b", "c"):
+        say(chat, text)
+    assert [message["content"] for message in chat.messages] == ["b", "yes"] and not chat.failed
+    say(chat, "/retry")
+    assert [message["content"] for message in chat.messages] == ["b", "yes", "c", "no"]
+    path = tmp_path / "saved.jsonl"
+    say(chat, f"/save {path}")
+    assert sft.check_messages(json.loads(path.read_text()))
+
+
 def talk_to(server, system="", **options):
     """A chat with the stub server."""
     return chat_script.Chat(chat_script.Remote(server.url, Namespace(**{**OPTIONS, **options})), system)

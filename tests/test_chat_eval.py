@@ -16,6 +16,7 @@ from lib import chat_tasks, run_program
 from lib.choices import scorer
 
 from commands import write_run
+from processes import python
 from tiny import ALONE, logits, random_model, tiny_config
 
 
@@ -24,7 +25,7 @@ def words(rng, most) -> str:
 
 
 def test_letters_against_one_forward_an_item(bpe):
-    """The chosen letter is the most likely of the item's letters behind the whole prompt, which may be cut."""
+    """The chosen letter is the most likely of the item's letters behind the prompt, which may be cut after BOS."""
     tokenizer, rng = ts.Tokenizer(bpe), random.Random(0)
     config = tiny_config(vocab_size=tokenizer.vocab_size, max_seq_len=192, pack_tokens=256, bigram_rows=500)
     model = random_model(config)
@@ -43,7 +44,7 @@ def test_letters_against_one_forward_an_item(bpe):
         prompt = [ids["<|bos|>"], ids["<|user_start|>"], *tokenizer.encode(text), ids["<|user_end|>"],
                   ids["<|assistant_start|>"]]  # fmt: skip
         cut += len(prompt) > 191
-        last = logits(model, prompt[-191:])[-1]
+        last = logits(model, prompt if len(prompt) <= 191 else [prompt[0], *prompt[-190:]])[-1]
         letters = [last[tokenizer.encode(letter)[0]].item() for letter in "ABCDE"[: len(item.choices)]]
         assert found == (np.argmax(letters) == item.gold)
     assert 0 < cut < 40 and 0 < right.sum() < 40
@@ -173,7 +174,7 @@ def test_the_command(bpe, files, tmp_path, capsys):
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 4, "--run-code")
     assert code == 0, err
     *_, last = out.splitlines()
-    result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval.csv").open()))
+    result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval_limit_4.csv").open()))
     assert rows[0] == ["task", "examples", "accuracy", "centered", "seconds"] and rows[-1][0] == "ChatCORE"
     assert [row[0] for row in rows[1:-1]] == list(chat_eval.TASKS) == list(result["tasks"])
     assert [row[1] for row in rows[1:]] == ["4", "4", "4", "4", "1", "4", "21"]
@@ -181,12 +182,17 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert [float(row[3]) for row in rows[1:-1]] == pytest.approx(centred)
     assert "chatcore" not in result, "four examples of each task are an estimate"
     assert result["chatcore_estimate"] == pytest.approx(sum(centred) / 6) == pytest.approx(float(rows[-1][3]))
-    samples = [json.loads(line) for line in (run_dir / "chat_eval_samples.jsonl").open()]
+    samples = [json.loads(line) for line in (run_dir / "chat_eval_samples_limit_4.jsonl").open()]
     assert {sample["task"] for sample in samples} == {"gsm8k", "humaneval", "spelling"} and len(samples) == 9
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 2, "--tasks", "mmlu,humaneval")
     assert code == 0 and "allow that with --run-code" in out
     assert "no ChatCORE, which is the mean of 6 tasks; 1 were scored" in out
     assert json.loads(out.splitlines()[-1])["chatcore_estimate"] is None
+    code, out, err = evaluate(run_dir, "--files", files, "--tasks", "mmlu", "--step", 7)
+    assert code == 0, err
+    names = ["", "_limit_4", "_limit_2_mmlu_humaneval", "_step_7_mmlu"]
+    tables = [run_dir / f"chat_eval{name}.csv" for name in names]
+    assert [path.is_file() for path in tables] == [False, True, True, True], "a quick look is no full result"
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
@@ -202,6 +208,20 @@ def test_the_command(bpe, files, tmp_path, capsys):
     assert chat_eval.parse(["run", "--tasks", "mmlu, gsm8k"]).tasks == ["mmlu", "gsm8k"]
 
 
+def test_two_processes(bpe, files, tmp_path):
+    """They share the examples; the files are those of one process, but for the order of the answers."""
+    found = []
+    for ranks in (1, 2):
+        run_dir = write_run(tmp_path / str(ranks), bpe, True, None, max_seq_len=256, pack_tokens=256)
+        done = python("runs/chat_eval.py", run_dir, "--files", files, "--tasks", "mmlu,gsm8k", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        (table,) = run_dir.glob("chat_eval*.csv")
+        (answers,) = run_dir.glob("chat_eval_samples*.jsonl")
+        rows = [row[:4] for row in csv.reader(table.open())]
+        found.append((rows, sorted(answers.read_text().splitlines())))
+    assert found[0] == found[1] and len(found[0][1]) == len(GSM8K)
+
+
 def test_room_for_an_answer(bpe):
     """A question longer than the context is answered with half a context, not with one token."""
     tokenizer = ts.Tokenizer(bpe)
@@ -213,4 +233,5 @@ def test_room_for_an_answer(bpe):
     chat_eval.score_texts(generator, questions, "gsm8k", ALONE)
     short, long = asked
     assert short.prompt == chat_eval.chat_format.question_ids(tokenizer, "a") and short.max_tokens == 512
-    assert long.prompt == chat_eval.chat_format.question_ids(tokenizer, "the rest " * 99)[-32:]
+    bos, *rest = chat_eval.chat_format.question_ids(tokenizer, "the rest " * 99)
+    assert long.prompt == [bos, *rest[-31:]]

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 from os.path import commonprefix  # of any lists
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,7 +347,16 @@ def test_other_checkpoints_have_their_own_table(trained, tmp_path):
     assert result.read_text() == before
     result.unlink()  # a run that was stopped
     ran(score_core.main, run_dir, "--limit", 1, *SMALL)
-    assert (run_dir / "core_step_4.csv").is_file() and not (run_dir / "core.csv").exists() and not result.exists()
+    assert (run_dir / "core_step_4_limit_1.csv").is_file() and not (run_dir / "core.csv").exists()
+    assert not result.exists()
+
+
+def test_ranks_pack_alike(monkeypatch):
+    """All take the batches of the GPU with the least free memory."""
+    for free, other, size in ((80, 65536, 65536), (80, 16384, 16384), (8, 65536, 16384)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 80 * 2**30))
+        ranks = SimpleNamespace(device=torch.device("cuda"), gather=lambda own, other=other: [own, other])
+        assert choices.default_batch_tokens(ranks) == size
 
 
 def test_two_processes(trained, tmp_path):

@@ -108,7 +108,12 @@ def test_card_and_files(bpe, tmp_path, capsys):
     assert "| validation | 1.2500 bits" in card and not re.search("speed|copa|curve.png", card)
 
     log = run_dir / "log.jsonl"
-    log.write_text(log.read_text()[:-20])  # a crash cut the last line
+    whole = log.read_text()
+    log.write_text('{"step": 7, "reward": 0.5}\n')
+    card = export_run(run_dir, tmp_path / "rl")
+    assert "## Results" in card and "Bits per byte" not in card, "reinforcement learning measures none"
+
+    log.write_text(whole[:-20])  # a crash cut the last line
     (tmp_path / "empty").mkdir()
     card = export_run(run_dir, tmp_path / "empty")
     assert "/home/me" not in card and "| data |" not in card

@@ -24,7 +24,7 @@ import pytest
 import torch
 import train_medium as tm
 import train_small as ts
-from lib import chat_format, checkpoint
+from lib import chat_format, checkpoint, packing
 from lib import report as reports
 from safetensors.torch import load_file
 
@@ -169,9 +169,9 @@ def test_best_fit():
                 max(open_packs, key=lambda p: lengths[p].sum()).append(i)
             else:
                 packs.append([i])
-        assert checkpoint.best_fit(lengths, order, room, most) == packs
+        assert packing.best_fit(lengths, order, room, most) == packs
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
-    packs = checkpoint.best_fit(lengths, rng.permutation(5000), 8192, 256)
+    packs = packing.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
 
 

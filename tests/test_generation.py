@@ -269,11 +269,17 @@ def test_greedy_batch_equals_uncached_loop(generator, slots, pack, monkeypatch):
     assert generator.generate([], **options) == []
 
 
+def completed(generator, prompts, **options) -> list[engine.Completion]:
+    completions = [engine.Completion(prompt, **options) for prompt in prompts]
+    generator.complete(completions)
+    return completions
+
+
 def test_stop_tokens_and_bos_end_a_row(generator):
     """A row ends before its first stop token, the others go on; a sampled BOS always ends it."""
     plain = generator.generate(PROMPTS, max_tokens=12, temperature=0.0)
     stop = plain[1][3]
-    stopped = generator.complete(PROMPTS, max_tokens=12, temperature=0.0, stop=(stop,))
+    stopped = completed(generator, PROMPTS, max_tokens=12, temperature=0.0, stop=(stop,))
     assert [c.tokens for c in stopped] == [row[: row.index(stop)] if stop in row else row for row in plain]
     assert [c.reason for c in stopped] == ["stop" if stop in row else "length" for row in plain]
     assert [c.stop_token for c in stopped] == [stop if stop in row else -1 for row in plain]
@@ -524,7 +530,7 @@ def scripted(monkeypatch, generator, plan, prompts, **options) -> list[engine.Co
         return torch.tensor(ids)
 
     monkeypatch.setattr(scheduler, "sample_ids", planned)
-    return engine.Generator(generator.model, generator.tokenizer).complete(prompts, **options)
+    return completed(engine.Generator(generator.model, generator.tokenizer), prompts, **options)
 
 
 def test_tool_calls(generator, monkeypatch):
@@ -567,7 +573,7 @@ def test_streamed_text_is_the_decoded_text(generator, ids):
 def test_context_overflow(generator):
     """A prompt of 60 leaves room for 5 of 64 (the newest token needs no place); one of 65 is an error."""
     (prompt,) = random_documents((60,), vocab=290)
-    (completion,) = generator.complete([prompt], max_tokens=6, temperature=0.0)
+    (completion,) = completed(generator, [prompt], max_tokens=6, temperature=0.0)
     assert completion.tokens == argmax_loop(generator, prompt, 5) and completion.reason == "length"
     with pytest.raises(RunError, match="max_tokens is 0; ask for at least 1"):
         generator.generate([[1]], max_tokens=0)

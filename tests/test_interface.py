@@ -22,7 +22,7 @@ NAMES = """
     SCALARS Stage UpdateRule UserError GPT Tokenizer Dataset Ranks TrainState Pretraining ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
-    build_state Optimizer train micro_step ngram_tables set_sparse_gradients
+    build_state Optimizer train micro_step set_sparse_gradients
     CHECKPOINT_FILES checkpoints newest_whole check_checkpoint load_checkpoint
     read_config read_description build_parser change_config resumed_config run_command
 """.split()

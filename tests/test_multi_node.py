@@ -225,6 +225,20 @@ def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
 
 
+@pytest.mark.parametrize(
+    ("script", "first", "settings"),
+    (("finetune.py", "out/source", "--packs=2"), ("huggingface/finetune_hf.py", "sft", "@settings.toml")),
+)
+def test_multi_node_runs_tools(fakes, fast_python, tmp_path, script, first, settings):
+    """What a tool wants first stays first, and a tool checks its flags itself."""
+    fakes.write("python", code=f'if [[ $1 == *check_nodes.py ]]; then exec {fast_python} "$@"; fi')
+    argv = [settings, "--run-dir", str(tmp_path / "run")]
+    done = fakes.run("multi_node.sh", first, *argv, SCRIPT=f"runs/{script}", GPUS="2")
+    assert done.returncode == 0, done.err
+    assert f"multi_node.sh {first} --save-every 250 {' '.join(argv)}" in fakes.calls()[-1]
+    assert "--nproc-per-node=2" in fakes.calls()[-1]
+
+
 REPORT = """\
 error: the disk is full, make room
 error: please report what follows, if it is a fault of the script

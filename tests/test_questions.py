@@ -64,6 +64,9 @@ def test_the_command(bpe, tmp_path, monkeypatch, is_chat):
     assert result["questions"] == 10 and 0 <= result["right"] == sum(result["kinds"].values()) < 10
     answered = [json.loads(line) for line in (run / "questions.jsonl").open()]
     assert [entry["question"] for entry in answered] == [item["question"] for item in items]
+    before = (run / "questions.jsonl").read_text()
+    assert ran(questions.main, run, "--step", 7) == result
+    assert (run / "questions_step_7.jsonl").read_text() == before
     assert is_chat or not any("\n" in entry["answer"] for entry in answered)
 
     # A model that knows the answers to the first three.

@@ -80,7 +80,7 @@ FINISHED = {
         {"command": "sft", "model_name": "a/model", "data": {"path": "x"}},
         [{"step": 0, "tokens": 0, "val_loss": 2.5}, {"step": 4, "tokens": 800, "loss": 1.5}],
         {"val_loss": 1.25, "steps": 4, "tokens": 800, "train_seconds": 2.0, "loss": 1.5},
-        {"validation": "1.2500 nats per supervised token", "validation, before": "2.5000 nats per supervised token",
+        {"validation": "1.2500 nats per target", "validation, before": "2.5000 nats per target",
          "tokens": "800", "steps": "4", "training time": "2.0 s", "model": "a/model"},
     ),
 }  # fmt: skip

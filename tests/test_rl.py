@@ -23,7 +23,7 @@ import train_small as ts
 from lib import chat_format, chat_tasks
 
 from chats import chat, run_sft, write_jsonl
-from commands import call, entries_without_clocks, sets, stops
+from commands import call, entries, entries_without_clocks, sets, stops
 from processes import python
 from tiny import ROOT, TINY
 
@@ -79,8 +79,8 @@ def greedy(now) -> float:
     """Accuracy on all sums that may be trained on."""
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
     items = [rl.Example(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
-    task = dataclasses.replace(now.task, test=items)
-    return rl.evaluate_held_out(dataclasses.replace(now, task=task))[0]["greedy"]
+    environment = dataclasses.replace(now.environment, test=items)
+    return rl.evaluate_held_out(dataclasses.replace(now, environment=environment))[0]["greedy"]
 
 
 def take_step(now) -> ts.Batch:
@@ -93,8 +93,7 @@ def take_step(now) -> ts.Batch:
 def test_it_learns(setup):
     """In 16 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
     now = setup("--steps", 16, "--prompts", 32, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
-    now.state.micro_packs = 16  # in a micro-batch: all of a step
-    now.task = dataclasses.replace(now.task, max_tokens=12)  # no answer that ends is longer
+    now.environment = dataclasses.replace(now.environment, max_tokens=12)  # no answer that ends is longer
     before = greedy(now)
     for _ in range(16):
         answers = take_step(now)
@@ -114,14 +113,14 @@ def test_what_it_starts_with(setup, source):
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 
-def gradients(now, rollouts, packs, **changes) -> dict:
-    """Of pack_rollouts and backward, in micro-batches of `packs` packs of 64 tokens."""
+def gradients(now, rollouts, most_packs=1) -> dict:
+    """Of pack_rollouts and backward, in packs of 64 tokens; another rank has so many."""
     script, state = now.script, now.state
     state.model.zero_grad(set_to_none=True)
-    config = dataclasses.replace(state.config, pack_tokens=64, **changes)
-    state.micro_packs = packs
-    sampled = sum(sum(r.sampled) for r in rollouts)
-    rl.backward(script, state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sampled)
+    config = dataclasses.replace(state.config, pack_tokens=64)
+    ranks = SimpleNamespace(gather=lambda packs: [packs, most_packs])
+    sampled = sum(sum(r.loss_mask) for r in rollouts)
+    rl.backward(script, state, *rl.pack_rollouts(script, config, 0, rollouts, ranks), sampled)
     grads = {name: param.grad for name, param in state.model.named_parameters()}
     return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
 
@@ -132,35 +131,35 @@ def close(grads, expected) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(setup):
-    """- sum of advantage * log p over sampled tokens / their number, an answer at a time; any micro-batch gives it."""
+    """- sum of advantage * log p over sampled tokens / their number, one answer at a time; empty packs add nothing."""
     now = setup()
     state = now.state
     rng, rollouts = np.random.default_rng(0), []
     for i in range(24):
         tokens = rng.integers(0, 300, rng.integers(8, 30)).tolist()
         # A prompt, and now and then a token of a tool.
-        sampled = [False] * 4 + (rng.random(len(tokens) - 5) < 0.8).tolist()
-        rollouts.append(rl.Rollout(tokens, sampled, 0.0, float(rng.normal()) * (i % 5 > 0)))
-    total = sum(sum(r.sampled) for r in rollouts)
+        loss_mask = [False] * 4 + (rng.random(len(tokens) - 5) < 0.8).tolist()
+        rollouts.append(rl.Rollout(tokens, loss_mask, 0.0, float(rng.normal()) * (i % 5 > 0)))
+    total = sum(sum(r.loss_mask) for r in rollouts)
     for r in rollouts:
-        n, ids = len(r.sampled), torch.tensor(r.tokens)
+        n, ids = len(r.loss_mask), torch.tensor(r.tokens)
         z = state.model(ids[:-1], None, torch.arange(n), torch.tensor([0, n, n], dtype=torch.int32), n)
         log_p = z.log_softmax(1)[torch.arange(n), ids[1:]]
-        (-(log_p * torch.tensor(r.sampled)).sum() * r.advantage / total).backward()
+        (-(log_p * torch.tensor(r.loss_mask)).sum() * r.advantage / total).backward()
     expected = {name: param.grad for name, param in state.model.named_parameters()}
-    for packs in (1, 2, 16):
-        close(gradients(now, rollouts, packs), expected)
+    for most_packs in (1, 16):
+        close(gradients(now, rollouts, most_packs), expected)
     # Of a GPU whose answers teach nothing.
     idle = gradients(now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2)
     assert all(grad is not None and not grad.any() for grad in idle.values())
-    other = [dataclasses.replace(r, sampled=[d and i % 2 == 0 for i, d in enumerate(r.sampled)]) for r in rollouts]
-    assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
+    other = [dataclasses.replace(r, loss_mask=[d and i % 2 == 0 for i, d in enumerate(r.loss_mask)]) for r in rollouts]
+    assert (gradients(now, other)["embed"] - expected["embed"]).abs().max() > 0
 
 
 def test_forced_tokens_and_the_end_mark(setup):
     """The model sampled what no tool put in, and the mark that ended the answer; not the question."""
     now = setup()
-    task, generator = now.task, now.generator
+    environment, generator = now.environment, now.generator
     end = generator.tokenizer.specials["<|assistant_end|>"]
     answers = []
     for reason, text in (("stop", "#### 7"), ("length", "#### 8"), ("stop", "7")):
@@ -168,14 +167,14 @@ def test_forced_tokens_and_the_end_mark(setup):
         forced = [i == 1 for i in range(len(tokens))]
         answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, stop_token=end))
     item = rl.Example("", "7", chat_tasks.same_number("#### 7"))
-    found = rl.grade(task, generator.tokenizer, item, answers)
+    found = rl.grade(environment, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
-    assert found[0].sampled == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
-    assert found[1].sampled == found[0].sampled[:-1]
-    same = rl.grade(task, generator.tokenizer, item, answers[1:])
+    assert found[0].loss_mask == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
+    assert found[1].loss_mask == found[0].loss_mask[:-1]
+    same = rl.grade(environment, generator.tokenizer, item, answers[1:])
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
@@ -193,7 +192,7 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     def reward(item, text: str) -> float:
         return 1.0 if item.is_correct(text) else 0.08 * ("####" in text)
 
-    now.task = dataclasses.replace(now.task, reward=reward, test=items)
+    now.environment = dataclasses.replace(now.environment, reward=reward, test=items)
 
     def fill(answers: list) -> list:
         for completion, (reason, text) in zip(answers, worth, strict=True):
@@ -202,8 +201,8 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
         return answers
 
     answers = fill([engine.Completion([1]) for _ in worth])
-    assert [r.reward for r in rl.grade(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
-    monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
+    assert [r.reward for r in rl.grade(now.environment, generator.tokenizer, items[0], answers)] == list(worth.values())
+    monkeypatch.setattr(generator, "complete", lambda answers, *note: fill(answers))
     found, answers = rl.evaluate_held_out(now)
     assert found["greedy"] == 4 / len(worth)
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
@@ -211,13 +210,14 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
 
 def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     """No seed comes twice, neither in the questions of a step nor in the next step, nor in a test."""
-    now, complete, seeds = setup(), rl.complete, []
+    now, seeds = setup(), []
+    complete = now.generator.complete
 
-    def watched(generator, completions, *note):
+    def watched(completions, *note):
         seeds.extend(c.seed for c in completions if c.temperature)
-        complete(generator, completions, *note)
+        complete(completions, *note)
 
-    monkeypatch.setattr(rl, "complete", watched)
+    monkeypatch.setattr(now.generator, "complete", watched)
     for _ in range(2):
         take_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
@@ -252,7 +252,7 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     now = setup()
     take_step(now)  # fills the moments
     before = [p.clone() for p in now.state.model.parameters()]
-    now.task = dataclasses.replace(now.task, reward=lambda item, text: 0.5)
+    now.environment = dataclasses.replace(now.environment, reward=lambda item, text: 0.5)
     monkeypatch.setattr(rl, "ends", lambda completion, text: True)
     answers = take_step(now)
     assert not answers.notes["frac_groups_with_signal"] and answers.notes["reward"] == 0.5 and now.state.step == 2
@@ -262,17 +262,18 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
     settings = settings_of("x", "--digits", "2", "--partial-credit", "0.3")
-    task = rl.addition_task(settings)
+    environment = rl.addition_environment(settings)
     item = rl.Example("", "132", chat_tasks.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
                          ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
-        assert task.reward(item, text) == pytest.approx(reward), text
-    assert len(task.test) == 200 == len({item.question for item in task.test})
+        assert environment.reward(item, text) == pytest.approx(reward), text
+    assert len(environment.test) == 200 == len({item.question for item in environment.test})
     for i in range(50):
-        a, b = (int(n) for n in task.train(3, i).question.removeprefix("What is ").removesuffix("?").split(" + "))
+        item = environment.train(3, i)
+        a, b = (int(n) for n in item.question.removeprefix("What is ").removesuffix("?").split(" + "))
         assert not sft.is_val_sum(a, b) and {len(str(a)), len(str(b))} == {2}
-        assert task.train(3, i).expected == str(a + b)
-    for item in task.test:
+        assert item.expected == str(a + b)
+    for item in environment.test:
         a, b = (int(n) for n in item.question.removeprefix("What is ").removesuffix("?").split(" + "))
         assert sft.is_val_sum(a, b) and item.expected == str(a + b), "no sum of the test is ever trained on"
 
@@ -314,11 +315,22 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [*resume, "--steps", 250], "arguments: --steps 250; a resumed run"),  # a parser's default, too
         (rl.main, [source, *resume], f"arguments: {source}; a resumed run keeps its settings, so omit them"),
         (rl.main, ["--resume", "--run-dir", source], "is a run of runs/finetune.py; continue it with"),
-        (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so none of its answers would be correct"),
+        (rl.main, [source.parent / "base", *FLAGS], "was not finetuned, so no answer would be correct"),
         (rl.main, [], "the following arguments are required: RUN"),
         (ts.main, resume, "python runs/rl.py --resume"),
     ):
         assert message in stops(main, *argv)
+
+
+def test_two_processes_are_one(source, tmp_path):
+    """They get the same rewards, also if one has more packs of answers than the other."""
+    flags = [source, *FLAGS, "--steps", 3]
+    one = call(rl.main, *flags, "--run-dir", tmp_path / "one")
+    assert one[0] == 0, one[2]
+    two = python("runs/rl.py", *flags, "--run-dir", tmp_path / "two", ranks=2)
+    assert two.returncode == 0, two.stderr
+    rewards = [[e["reward"] for e in entries(tmp_path / name) if "reward" in e] for name in ("one", "two")]
+    assert rewards[0] == pytest.approx(rewards[1]) and len(rewards[0]) == 3
 
 
 def test_gsm8k_items(source, tmp_path):
@@ -327,10 +339,12 @@ def test_gsm8k_items(source, tmp_path):
         items = [{"question": f"{part} {i}?", "answer": f"so <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(n)]
         write_jsonl(tmp_path / f"gsm8k_{part}.jsonl", items)
     settings = settings_of(source, "--task", "gsm8k", "--files", tmp_path, "--prompts", "3")
-    task = rl.gsm8k_task(settings)
-    asked = [task.train(step, place).question for step in range(7) for place in range(3)]
+    environment = rl.gsm8k_environment(settings)
+    asked = [environment.train(step, place).question for step in range(7) for place in range(3)]
     for epoch in range(3):
         assert sorted(asked[7 * epoch : 7 * epoch + 7]) == [f"train {i}?" for i in range(7)]
-    assert asked[:7] != asked[7:14] and sorted(item.question for item in task.test) == [f"test {i}?" for i in range(3)]
-    item = task.test[0]
-    assert task.tools and task.reward(item, f"#### {item.expected}.0") == 1 and task.reward(item, item.expected) == 0
+    assert asked[:7] != asked[7:14]
+    assert sorted(item.question for item in environment.test) == [f"test {i}?" for i in range(3)]
+    item = environment.test[0]
+    assert environment.reward(item, f"#### {item.expected}.0") == 1 and environment.reward(item, item.expected) == 0
+    assert environment.tools

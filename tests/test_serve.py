@@ -1,5 +1,6 @@
 """The server, through the official client and by hand: answers, streams, limits and failures."""
 
+import asyncio
 import contextlib
 import gc
 import http.client
@@ -27,6 +28,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lib import protocol
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
 
 from commands import stops, write_run
 from tiny import ROOT, logits
@@ -102,8 +105,8 @@ def one_slot_server(runs):
 def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
     generator = engine.Generator(running.worker.model, running.server.tokenizer)
-    rows = generator.complete(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
-    return ["".join(read(protocol.Detokenizer(running.server.tokenizer), c.tokens)[0]) for c in rows]
+    rows = generator.generate(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
+    return ["".join(read(protocol.Detokenizer(running.server.tokenizer), row)[0]) for row in rows]
 
 
 def rendered(running, messages) -> list[int]:
@@ -485,6 +488,14 @@ def test_metrics(chat_server):
     with mock.patch.object(serve, "read_body", side_effect=ZeroDivisionError):
         assert chat_server.post({}).json()["error"]["message"] == "the server failed; its log says how"
     assert value('decoderstack_http_requests_total{path="/v1/chat/completions",status="500"}') == failed + 1
+
+
+def test_only_browsers_of_this_machine_are_led_to_the_page(chat_server, monkeypatch):
+    """The page listens on 127.0.0.1, which is another machine for all others."""
+    monkeypatch.setattr(chat_server.server, "page_url", "http://127.0.0.1:7860/")
+    assert httpx2.get(chat_server.url).headers["location"] == "http://127.0.0.1:7860/"
+    with pytest.raises(HTTPException, match="for browsers on this machine"):
+        asyncio.run(chat_server.server.root(HTTPRequest({"type": "http", "client": ("192.0.2.1", 50000)})))
 
 
 def test_api_key_access_log_and_allowed_pages(runs, capfd, monkeypatch):

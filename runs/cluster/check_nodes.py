@@ -14,7 +14,7 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
     count = int(gpus or torch.cuda.device_count() or 1)
     sys.path[:1] = [str(Path(path).parent)]
     script = importlib.import_module(Path(path).stem)
-    if hasattr(script, "build_parser"):  # a tool has flags of its own, which it checks itself
+    if hasattr(script, "Pretraining"):  # a training script; tools check their flags themselves
         try:
             config = script.make_config(script.build_parser().parse_args(argv))
             pretraining = script.Pretraining(config)

@@ -74,7 +74,12 @@ if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ &&
     "file; correct the one that is not" >&2
   exit 2
 fi
-set -- --save-every 250 "$@"
+first=()
+if [[ $1 != [-@]* ]]; then # the run or the command of a tool must stay first
+  first=("$1")
+  shift
+fi
+set -- "${first[@]}" --save-every 250 "$@"
 
 # Mistakes are reported once here, and not by every process after every restart.
 gpus=$(python runs/cluster/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")

@@ -47,7 +47,7 @@ class Config:
     keep_checkpoints: int = 2
     micro_batch_tokens: int = Field(0, ge=0, description="tokens of a micro-batch, 0: 65,536 on a GPU, else 8,192")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="dtype: auto, bfloat16 or float32")
-    compile: bool = True
+    compile: bool = Field(True, description="compile the model; --no-compile starts quicker, its steps are slower")
 
     # Not fields: train_small.py reads them from its own Config.
     wandb = ""

@@ -30,8 +30,6 @@ SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
 def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="12 or 28 layers (default small)")
     add_flags(parser, Config.__pydantic_fields__)
-    note = "plain PyTorch: quicker start, slower steps"
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help=note)
 
 
 if __name__ == "__main__":

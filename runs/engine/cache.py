@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.completion import Completion
 
-MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared slot holds them
+MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a prefix slot holds them
 
 
 class RingKind(NamedTuple):
@@ -88,50 +88,50 @@ class SlotPlan:
     slot: int
     ids: list[int]  # that it holds in the end
     num_cached: int = 0  # how many of them the cache holds: in this slot, or in `source`
-    source: int | None = None  # a shared slot, which is copied into this one first
-    completion: Completion | None = None  # None: the slot is a shared one
+    source: int | None = None  # a prefix slot, which is copied into this one first
+    completion: Completion | None = None  # None: it is a prefix slot
 
 
 class PrefixCache:
     """Which ids have their keys and values in each slot of the KV cache.
 
     An idle slot keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
-    Behind the slots of requests come shared ones, for prefixes of several sequences, such as a system prompt; a
+    Behind the slots of requests come prefix slots, for what several sequences begin with, such as a system prompt; a
     sequence with such a prefix starts as a copy of the slot. Of what a slot holds, all is used or nothing, since a ring
     only has the end.
     """
 
-    def __init__(self, num_slots: int, num_shared: int):
+    def __init__(self, num_slots: int, prefix_slots: int):
         self.num_slots = num_slots
-        self.tokens: list[list[int]] = [[] for _ in range(num_slots + num_shared)]  # by slot
-        self.shared = list(range(num_slots, num_slots + num_shared))  # least recently used first
+        self.tokens: list[list[int]] = [[] for _ in range(num_slots + prefix_slots)]  # by slot
+        self.prefix_slots = list(range(num_slots, num_slots + prefix_slots))  # least recently used first
 
     def match(self, slot: int, ids: list[int]) -> int:
         """How many ids a slot holds, if the given ones begin with all of them; else 0."""
         cached = self.tokens[slot]
         return len(cached) if cached == ids[: len(cached)] else 0
 
-    def choose_shared(self, plans: list[SlotPlan]) -> list[SlotPlan]:
-        """Lets new sequences start from shared slots: sets source and num_cached of their plans.
+    def choose_prefixes(self, plans: list[SlotPlan]) -> list[SlotPlan]:
+        """Lets new sequences start from prefix slots: sets source and num_cached of their plans.
 
-        A prefix gets a shared slot, the least recently used one, when a second sequence has it. So this also
-        changes which ids the shared slots hold (self.tokens) and their order of use (self.shared).
+        A prefix gets a prefix slot, the least recently used one, when a second sequence has it. So this also
+        changes which ids the prefix slots hold (self.tokens) and their order of use (self.prefix_slots).
 
-        Returns: plans of shared slots whose prefix must be computed before the plans may start from it
+        Returns: plans of prefix slots whose prefix must be computed before the plans may start from it
         """
-        if not self.shared:
+        if not self.prefix_slots:
             return []
         new_prefixes = []
         sources = set()  # they are copied once all plans are made, so no other prefix may take their place
         sequences = self.tokens[: self.num_slots]  # what slots hold, then the new sequences before this one
         for plan in plans:
-            source = max(self.shared, key=lambda slot: self.match(slot, plan.ids))
+            source = max(self.prefix_slots, key=lambda slot: self.match(slot, plan.ids))
             num_cached = self.match(source, plan.ids)
 
             # If another sequence has many more ids in common, these become a shared prefix of their own.
             num_common = max(len(commonprefix([plan.ids, other])) for other in sequences)
             sequences.append(plan.completion.all_tokens())
-            oldest = self.shared[0]
+            oldest = self.prefix_slots[0]
             if num_common >= max(plan.num_cached, num_cached) + MIN_SHARED_PREFIX and oldest not in sources:
                 source = oldest
                 num_cached = num_common
@@ -142,6 +142,6 @@ class PrefixCache:
                 plan.source = source
                 plan.num_cached = num_cached
                 sources.add(source)
-                self.shared.remove(source)
-                self.shared.append(source)  # the most recently used
+                self.prefix_slots.remove(source)
+                self.prefix_slots.append(source)  # the most recently used
         return new_prefixes

@@ -58,7 +58,7 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
              positions int (B,), -1 for idle slots; offset: whether the layer has a key offset
     Returns: (B, H, K)
     """
-    keys = keys[: len(q)]  # without the slots of shared prefixes
+    keys = keys[: len(q)]  # without the prefix slots
     values = values[: len(q)]
     ring_size = keys.size(1)
     width = keys.size(3)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from lib.chat_format import CALL_TOKENS
 from torch import Tensor
+from tqdm import tqdm
 
 from engine.cache import KVCache, PrefixCache, SlotPlan, to_device
 from engine.completion import INVALID_TOKEN, Completion, StepOutput, TokenLogprob
@@ -85,18 +86,20 @@ class Generator:
         del decoder  # frees its memory before the next one is made
         return Decoder(self.model, self.tokenizer, num_slots, max_len)
 
-    def complete(self, prompts: list[list[int]], seed: int = 0, **options) -> list[Completion]:
-        """Continues lists of ids to their end; equal prompts get different noise."""
+    def complete(self, completions: list[Completion], note: str = "") -> None:
+        """Brings completions to their end; a note shows a progress bar on a terminal."""
+        disable = None if note else True  # None: only where there is no terminal
+        with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
+            for outputs in self.run(completions):
+                bar.update(sum(bool(output.reason) for output in outputs))
+
+    def generate(self, prompts: list[list[int]], note: str = "", seed: int = 0, **options) -> list[list[int]]:
+        """The new ids of each prompt, without the stop token; equal prompts get different noise."""
         completions = []
         for i, prompt in enumerate(prompts):
             completions.append(Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options))
-        for _ in self.run(completions):
-            pass
-        return completions
-
-    def generate(self, prompts: list[list[int]], **options) -> list[list[int]]:
-        """The new ids of each prompt, without the stop token."""
-        return [completion.tokens for completion in self.complete(prompts, **options)]
+        self.complete(completions, note)
+        return [completion.tokens for completion in completions]
 
     def stream_text(self, prompt: str, **options) -> Iterator[str]:
         """Yields the text of each token as it comes, and a rest at the end; either may be empty.
@@ -200,7 +203,7 @@ class Decoder:
                 plan.num_cached = self.prefix_cache.match(slot, plan.ids)
                 reusing.append(plan)
 
-        new_prefixes = self.prefix_cache.choose_shared(reusing)
+        new_prefixes = self.prefix_cache.choose_prefixes(reusing)
         self.fill(new_prefixes)
         self.cache.copy({plan.slot: plan.source for plan in plans if plan.source is not None})
         self.fill(plans)

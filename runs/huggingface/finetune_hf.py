@@ -115,7 +115,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from datasets.fingerprint import Hasher
 from lib import report
-from lib.checkpoint import best_fit
+from lib.packing import best_fit
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -9,9 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from lib.chat_format import ASSISTANT_END
 from lib.command import RunError
 from lib.run_program import passes
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 import hub
@@ -161,9 +161,18 @@ def read_examples(path: Path, name: str) -> list[Example] | list[ChoiceExample]:
     return examples
 
 
-def complete(generator, completions: list, note: str = "") -> None:
-    """Brings completions to their end; a note shows a progress bar on a terminal."""
-    disable = None if note else True  # None: only where there is no terminal
-    with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
-        for outputs in generator.run(completions):
-            bar.update(sum(bool(output.reason) for output in outputs))
+def cut(prompt: list[int], room: int) -> list[int]:
+    """At most `room` ids of a prompt: the first one, which is BOS, and the last ones."""
+    return [prompt[0], *prompt[max(1, len(prompt) - room + 1) :]]
+
+
+def greedy_answers(generator, prompts: list[list[int]], max_tokens: int, note: str, is_chat: bool = True) -> list[str]:
+    """The most likely answers to prompts of ids, which are cut to leave room; the note is for the progress bar."""
+    tokenizer = generator.tokenizer
+    context = generator.model.config.max_seq_len
+    room = context - min(max_tokens, context // 2)
+    options = {"max_tokens": max_tokens, "temperature": 0.0, "tools": is_chat}
+    if is_chat:
+        options["stop"] = (tokenizer.specials[ASSISTANT_END],)
+    answers = generator.generate([cut(prompt, room) for prompt in prompts], note, **options)
+    return [tokenizer.decode(ids) for ids in answers]

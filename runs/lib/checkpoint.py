@@ -1,38 +1,11 @@
-"""The start from another run: its checkpoint, its settings, and packs of what is trained on."""
+"""The start from another run: its checkpoint and its settings."""
 
-import bisect
 import dataclasses
 import hashlib
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 from lib.command import RunError, print_note
-
-
-def best_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_docs: int) -> list[list[int]]:
-    """Packs documents: each goes into the fullest pack that it fits into.
-
-    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths; capacity of a
-             pack in tokens; max_docs in a pack
-    Returns: the indices in each pack
-    """
-    packs = []
-    unfilled = []  # (free tokens, number of the pack), sorted
-    smallest = lengths.min()
-    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect.bisect_left(unfilled, (length, 0))
-        if at < len(unfilled):
-            free, number = unfilled.pop(at)
-        else:
-            free = capacity
-            number = len(packs)
-            packs.append([])
-        packs[number].append(i)
-        free -= length
-        if free >= smallest and len(packs[number]) < max_docs:
-            bisect.insort(unfilled, (free, number))
-    return packs
 
 
 def open_dataset(script: ModuleType, path: str | Path, run_dir: Path):

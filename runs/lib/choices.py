@@ -295,12 +295,12 @@ def scorer(model, compile: bool) -> Callable:
     return torch.compile(score, dynamic=False, fullgraph=True) if compile else score
 
 
-def default_batch_tokens(device: torch.device) -> int:
-    """Tokens of a batch that fit into the free memory of a device."""
-    if device.type != "cuda":
+def default_batch_tokens(ranks) -> int:
+    """Tokens of a batch that fit into the free memory of each rank, since all must pack alike."""
+    if ranks.device.type != "cuda":
         return 8192
-    free, _ = torch.cuda.mem_get_info(device)
-    return 65536 if free > 16 * 2**30 else 16384
+    free, _ = torch.cuda.mem_get_info(ranks.device)
+    return min(ranks.gather(65536 if free > 16 * 2**30 else 16384))
 
 
 def first_choices(task: ChoiceTask) -> list[int]:

@@ -14,7 +14,7 @@ from lib.command import RunError, error_message, first_line, print_note
 # What the table shows of result.json, or of log.jsonl before there is one.
 METRICS = {
     "val_bpb": ("validation", "{:.4f} bits per byte"),
-    "val_loss": ("validation", "{:.4f} nats per supervised token"),
+    "val_loss": ("validation", "{:.4f} nats per target"),
     "ndcg@10": ("nDCG@10", "{:.4f}"),
     "bm25_ndcg@10": ("nDCG@10 of BM25", "{:.4f}"),
     "recall@10": ("recall@10", "{:.4f}"),

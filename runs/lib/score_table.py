@@ -55,6 +55,16 @@ def make_table(tasks: Iterable[tuple[str, np.ndarray, float]], name: str, num_ta
     return rows
 
 
+def score_path(path: Path, step: int | None, limit: int | None = None, tasks: Iterable[str] = ()) -> Path:
+    """The path of a full result of the newest checkpoint; with step, limit or tasks in its name for any other one."""
+    parts = [path.stem]
+    if step is not None:
+        parts.append(f"step_{step}")
+    if limit is not None:
+        parts.append(f"limit_{limit}")
+    return path.with_stem("_".join([*parts, *tasks]))
+
+
 def write_table(path: Path, rows: list[TaskScore]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([TaskScore._fields, *rows])
