@@ -54,6 +54,11 @@ else
   fi
 fi
 
+# -- conversations, before a GPU is paid for
+if [[ ! -f $data/sft/train_000000.bin ]]; then
+  python data/sft.py --data "$data" "${conversations[@]}"
+fi
+
 # -- pretraining and CORE
 train train_medium.py "$run" --data "$data" "${pretrain[@]}"
 if [[ ! $smoke && ! -f $run/core.csv ]]; then
@@ -61,9 +66,6 @@ if [[ ! $smoke && ! -f $run/core.csv ]]; then
 fi
 
 # -- finetuning on conversations
-if [[ ! -f $data/sft/train_000000.bin ]]; then
-  python data/sft.py --data "$data" "${conversations[@]}"
-fi
 train runs/finetune.py "${run}_sft" "$run" --data "$data" "${finetune[@]}"
 
 # -- chat evaluation and export

@@ -158,14 +158,7 @@ elif ! stage core python data/core_tasks.py "${core[@]}" --data "$data" --max-se
   say "=== core: skipped, because data/core_tasks.py failed (see above); if it could not download the bundle, use --bundle"
 fi
 
-# -- pretraining and CORE
-stage base train train_small.py "$out/base" --save-every 500 "${flags[@]}" --data "$data"
-if grep -q '"core/' "$data/dataset.json"; then
-  stage score_core on_gpus runs/score_core.py "$out/base" "${limit[@]}"
-fi
-stage questions_base python runs/questions.py "$out/base"
-
-# -- finetuning
+# -- conversations, before a GPU is paid for
 if ((${#sft[@]} == 0)); then
   sft=(smol-smoltalk "gsm8k:hf:openai/gsm8k/main/train-*.parquet:2" addition:2000)
   tiny=("$out/tasks/chat.jsonl" "gsm8k:$out/tasks/gsm8k_train.jsonl" "spelling:$out/tasks/words.txt:60" addition:60)
@@ -174,6 +167,15 @@ fi
 specs=()
 for spec in "${sft[@]}"; do specs+=(--source "$spec"); done
 stage conversations python data/sft.py --data "$data" --max-len $((context + 1)) "${specs[@]}"
+
+# -- pretraining and CORE
+stage base train train_small.py "$out/base" --save-every 500 "${flags[@]}" --data "$data"
+if grep -q '"core/' "$data/dataset.json"; then
+  stage score_core on_gpus runs/score_core.py "$out/base" "${limit[@]}"
+fi
+stage questions_base python runs/questions.py "$out/base"
+
+# -- finetuning
 stage sft train runs/finetune.py "$out/sft" "$out/base" --data "$data" "${finetune[@]}"
 
 if ! stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"; then
@@ -193,7 +195,7 @@ stage questions_rl python runs/questions.py "$out/rl"
     printf '\n## [%s](%s/report.md)\n\n' "$run" "$run"
     sed -n '/^## /q;/^|/p;/^$/p' "$out/$run/report.md" | cat -s
   done
-  for scores in "$out"/base/core*.csv "$out/sft/chat_eval.csv"; do
+  for scores in "$out"/base/core*.csv "$out"/sft/chat_eval*.csv; do
     if [[ -f $scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "${scores#"$out"/}" "$(<"$scores")"; fi
   done
   printf '\n## Right answers to 200 plain questions\n\n'

@@ -299,6 +299,21 @@ def test_fp8_is_for_training(config, products, monkeypatch):
 EVERYTHING = {"num_layers": 2, "bigram_rows": 500, "mudd_width": 64}
 
 
+def test_a_gpu_without_triton_compiles_nothing(monkeypatch):
+    """Validation and decoding on a GPU compile norm_rotate, but not on Windows, which has no Triton."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    calls = []
+    monkeypatch.setattr(ts, "compile_once", lambda function: calls.append(function) or function)
+    x, w, cos, sin = torch.randn(5, 8), torch.randn(3 * 8, 8), *torch.randn(2, 5, 1, 4)
+    found = {}
+    for name in ("triton", None):
+        monkeypatch.setattr(ts, "triton", name)
+        with torch.no_grad():
+            found[name] = ts.project_qkv(x, w, cos, sin, torch.ones(()))
+        assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found["triton"], found[None], strict=True))
+
+
 @pytest.mark.parametrize(
     "config",
     [

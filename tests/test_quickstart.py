@@ -34,7 +34,7 @@ case "$*" in
 esac
 case "$*" in
 data/core_tasks.py*) echo "no network" >&2; exit 1 ;;
-runs/chat_eval.py*) [[ ! -e offline ]] || exit 1 ;;
+runs/chat_eval.py*) [[ ! -e offline ]] || exit 1; echo scores >"$2/chat_eval_limit_16.csv" ;;
 data/pretrain.py*) mkdir -p "${{@: -1}}"; echo {{}} >"${{@: -1}}/dataset.json" ;;
 *--resume) ;;
 *--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/"{{result.json,report.md}} ;;
@@ -185,7 +185,7 @@ def test_quickstart_passes_flags_on(sandbox):
 
 def test_speedrun_runs_each_stage_once(sandbox):
     asks = "runs/questions.py"
-    steps = f"data/pretrain.py data/core_tasks.py train_small.py {asks} data/sft.py runs/finetune.py runs/chat_eval.py"
+    steps = f"data/pretrain.py data/core_tasks.py data/sft.py train_small.py {asks} runs/finetune.py runs/chat_eval.py"
     done, ran = start(sandbox, "speedrun_small.sh", "--", "--steps", "3")
     programs = [*steps.split(), asks, "runs/rl.py", asks]
     assert done.returncode == 0 and [command.split()[0] for command in ran] == programs, done.stderr
@@ -208,7 +208,7 @@ def test_speedrun_without_hugging_face(sandbox):
     assert any(command.endswith("--source chat.jsonl --source addition:20") for command in ran)
     minutes = (sandbox / "out/speedrun_small/report.md").read_text().partition("## Minutes")[2]
     assert re.findall(r"- (\w+): 0\.0", minutes) == [
-        *("data", "core", "base", "questions_base", "conversations", "sft", "chat_eval", "questions_sft", "rl"),
+        *("data", "core", "conversations", "base", "questions_base", "sft", "chat_eval", "questions_sft", "rl"),
         "questions_rl",
     ]
     done, _ = start(sandbox, "speedrun_small.sh", "--name", "other", "--files", "mine", *flags)
@@ -218,7 +218,8 @@ def test_speedrun_without_hugging_face(sandbox):
 @pytest.mark.parametrize(("flags", "source"), (((), "stdlib"), (("--source", "text.txt"), "text.txt")))
 def test_speedrun_smoke(sandbox, flags, source):
     (sandbox / "README.md").write_text("some words\n")
-    _, ran = start(sandbox, "speedrun_small.sh", "--smoke", *flags)
+    done, ran = start(sandbox, "speedrun_small.sh", "--smoke", *flags)
+    assert "## sft/chat_eval_limit_16.csv\n\n```\nscores\n" in done.stdout, done.stderr
     assert ran[0] == f"data/pretrain.py --source {source} --vocab-size 4096 --workers 1 --out out/smoke/data"
 
 

@@ -181,7 +181,7 @@ def test_speedrun(sandbox):
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
-        expected = "data/pretrain.py data/core_tasks.py train_medium.py runs/score_core.py data/sft.py runs/finetune.py"
+        expected = "data/pretrain.py data/core_tasks.py data/sft.py train_medium.py runs/score_core.py runs/finetune.py"
         expected = [*expected.split(), "runs/chat_eval.py", "runs/export.py"]
         # Evaluations that the smoke test skips.
         large = ("data/core_tasks.py", "runs/score_core.py", "runs/chat_eval.py")
