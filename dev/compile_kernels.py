@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.archs) - set(SHARED):
         known = ", ".join(map(str, SHARED))
-        raise SystemExit(f"compute capability {unknown.pop()} is none of {known}")
+        raise SystemExit(f"error: compute capability {unknown.pop()} is none of {known}")
     return args
 
 

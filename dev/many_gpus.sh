@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-count=$1
+count=${1:?usage: bash dev/many_gpus.sh PROCESSES [FLAG ...], e.g. 8 @runs/p34.args}
 shift
 flags=("$@")
 steps=${STEPS:-100}

@@ -109,6 +109,19 @@ def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
     return commit, hashlib.sha256(source.encode()).hexdigest() != machine["script_sha256"]
 
 
+def check_datasets(runs: list[dict], baseline: Path | None) -> None:
+    """Raises UserError unless all runs and the baseline have read one dataset."""
+    read = {}
+    for run in runs:
+        fingerprint = run["file"]["dataset_fingerprint"]
+        read[fingerprint] = f"{run['dir']} read {run['config']['data']} ({fingerprint[:12]})"
+    if baseline:
+        data = entry.read_record(baseline)["dataset"]
+        read[data["fingerprint"]] = f"{baseline.name} read {data['name']} ({data['fingerprint'][:12]})"
+    if len(read) > 1:
+        raise UserError(f"{' and '.join(read.values())}; an entry and its baseline need one dataset, so pass others")
+
+
 def check_configs(runs: list[dict], args: str, script: str) -> None:
     """Raises UserError unless each Config is what the script makes of the flags.
 
@@ -156,11 +169,8 @@ def build(runs: list[dict], model: str, args: argparse.Namespace, folder: Path, 
     (folder / "curve.csv").write_text(text.curve_csv(logs), encoding="utf-8")
 
     baseline = args.baseline and Path(args.baseline).name
+    check_datasets(runs, baseline and folder.parent / baseline)
     record = entry.make_record(folder, model, baseline)
-    if baseline:
-        other = entry.read_record(folder.parent / baseline)
-        pair = [each["dataset"]["fingerprint"] for each in (other, record)]
-        files.raise_first(files.mismatches(*pair, "the dataset of these runs", f"that of {baseline} is"))
     (folder / "record.json").write_text(files.to_json(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change}
     parts |= {"Runs": text.figures_text(record, folder), "Tried and dropped": args.dropped}

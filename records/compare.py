@@ -1,7 +1,7 @@
 """Compares entries and run directories: table, differences, plot.
 
     python records/compare.py out/a_* out/b_* --baseline "a*"         runs that differ only in their seed form one row
-    python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --plot curves.png
+    python records/compare.py 2026-11-23_first-p34 --target 0.738 --plot curves.png
 
 In a folder of runs, only finished ones count.
 """
@@ -52,11 +52,13 @@ def read_rows(paths: list[Path]) -> list[Row]:
         inside = sorted(p.parent for p in [*path.glob("*/record.json"), *path.glob("*/result.json")])
         if (path / "record.json").is_file():
             rows.append(record_row(path))
-        elif path.is_dir() and not (path / "log.jsonl").is_file() and inside:
-            rows += read_rows(inside)
-        else:
+        elif (path / "log.jsonl").is_file():
             key, row = run_row(path)
             groups.setdefault(key, []).append(row)
+        elif inside:
+            rows += read_rows(inside)
+        else:
+            raise UserError(f"{path} holds no entry and no finished run; pass the folder of one")
     return rows + [merge_seeds(group) for group in groups.values()]
 
 
@@ -150,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("folders", metavar="FOLDER", type=Path, nargs="+", help="entries, run directories, or folders of them")
+    add("folders", metavar="FOLDER", type=entry.find, nargs="+", help="entries, run directories, or folders of them")
     add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
     add("--target", type=float, metavar="BPB", help="bits per byte, for a column with the p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="file for a plot of bits per byte (.png, .svg)")

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import files
-from files import read_json
+from files import UserError, read_json
 from metrics import METRICS, loss_noise, read_core, read_log, run_metrics, summarize
 from significance import welch
 
@@ -40,6 +40,14 @@ def folders() -> list[Path]:
     """The folders of baselines/, by name."""
     paths = sorted(files.BASELINES.glob("*"))  # none where there is no folder, as git keeps no empty one
     return [path for path in paths if path.is_dir() and not path.name.startswith(".")]
+
+
+def find(name: str) -> Path:
+    """A folder by its path, or an entry of baselines/ by its name. Raises UserError if there is neither."""
+    for path in (Path(name), files.BASELINES / name):
+        if path.is_dir():
+            return path
+    raise UserError(f"{name} is neither a folder nor an entry in baselines/; check its spelling")
 
 
 def read_record(folder: Path) -> dict:

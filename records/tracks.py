@@ -3,7 +3,7 @@
     python records/tracks.py
     python records/tracks.py add data/shards/p34 --dataset p34 --script small --tokens 34013184 \\
         --device "NVIDIA H200" --made-by "python data/pretrain.py --source pypi:p34 --out data/shards/p34" \\
-        --train "python train_small.py @runs/p34.args" --first baselines/2026-11-23_first-p34
+        --train "python train_small.py @runs/p34.args" --first 2026-11-23_first-p34
 
 `add` writes two tracks: fewest bits per byte for a number of tokens, and fewest seconds to a
 target. Limits follow from the seeds of the entry given by --first. Without it they stay open until
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     flag("--train", help="command that trains on the track")
     flag("--name", help="prefix of the two tracks' names (default DATASET-SCRIPT)")
     flag("--config", help="JSON object of fields that the Config of an entry must hold")
-    flag("--first", type=Path, help="entry whose seeds set the limits")
+    flag("--first", type=entry.find, help="entry whose seeds set the limits")
     flag("--max-epochs", type=int, default=1, help="passes over the text (default 1)")
     flag("--max-seq-len", type=int, default=2048, help="tokens after which validation cuts a document")
     flag("--val-tokens", type=int, default=10_485_760, help="targets after which validation stops")

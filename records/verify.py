@@ -1,8 +1,8 @@
 """Recomputes every figure of an entry from its logs and lists all differences.
 
     python records/verify.py all
-    python records/verify.py baselines/2026-11-23_first-p34
-    python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
+    python records/verify.py 2026-11-23_first-p34
+    python records/verify.py 2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
 records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with
 its script and flags until step N and compares Config and loss with those of the entry, and on the
@@ -35,10 +35,14 @@ TIME_TOLERANCE = 0.05  # two GPUs of one model differ by 3 %, equal code by 2 % 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     """Trains the first seed until step `steps` and compares its log with the entry: the problems."""
     record = entry.read_record(folder)
+    device = record["hardware"]["device"]
+    if not device.startswith(("cpu", "mps")) and not rivals.ask_gpu("name", None):
+        raise UserError(f"the entry ran on {device}, and nvidia-smi finds no GPU here; --rerun needs one")
     fingerprint = record["dataset"]["fingerprint"]
     given = files.read_json(data / "dataset.json").get("fingerprint")
     if given != fingerprint:
-        raise UserError(f"{data} is another dataset: its fingerprint is {given}, the entry ran on {fingerprint}")
+        wanted = f"{record['dataset']['name']} with {fingerprint}"
+        raise UserError(f"{data} is another dataset: its fingerprint is {given}, the entry ran on {wanted}")
     logs = entry.read_logs(folder, record)
     last = metrics.split_log(logs[0])[0][-1]["step"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -141,14 +145,14 @@ def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("folder", metavar="FOLDER|all", help="one entry, or all in baselines/")
+    add("folder", metavar="ENTRY|all", help="name or folder of an entry, or all in baselines/")
     add("--rerun", type=int, metavar="N", help="train until step N and compare with the entry")
     add("--data", type=Path, help="dataset directory for --rerun")
     add("--processes", type=int, default=1, help="GPUs for --rerun (default 1)")
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
         raise UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
-    folders = entry.folders() if args.folder == "all" else [Path(args.folder)]
+    folders = entry.folders() if args.folder == "all" else [entry.find(args.folder)]
     bad = 0
     for folder in folders:
         problems = rules.problems(folder)

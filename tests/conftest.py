@@ -26,6 +26,11 @@ torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one ord
 os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "gpu" and not torch.cuda.is_available():
+        raise pytest.UsageError("-m gpu runs the tests of a CUDA GPU, and torch finds none here; leave it out")
+
+
 def pytest_collection_modifyitems(items: list) -> None:
     """The files that take longest come first, so that processes that share them end at about the same time."""
     names = "kernels page serve quickstart rl core generation notebook multi_node resume finetune_hf model".split()

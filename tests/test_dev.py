@@ -1,6 +1,7 @@
 """The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
 
 import json
+import os
 
 import pytest
 from dev import bench
@@ -54,6 +55,13 @@ def test_bench_generate(script, recipe):
         assert row["equal"] == 1 and row["until"] == 8 and row["prefill_ms"] > 0 and row["memory_gib"] > 0
         assert row["decode_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
         assert 0 < row["tokens_per_second"] < row["decode_tokens_per_second"]
+
+
+def test_tests_of_a_gpu_need_one():
+    """One sentence, before anything is collected."""
+    done = python("-m", "pytest", "-q", "-m", "gpu", env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.strip() == "ERROR: -m gpu runs the tests of a CUDA GPU, and torch finds none here; leave it out"
 
 
 def event(name, kind, start, length, thread=1, **args):

@@ -232,7 +232,8 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     image = matplotlib.image.imread(picture)
     assert image.shape[1] > 1000 and image.std() > 0.02
     assert "matches 2 rows" in refused(compare, *folders, "--baseline", "2026*")
-    assert "log.jsonl cannot be read" in refused(compare, "out/none")
+    assert "out/a_* is neither a folder nor an entry" in refused(compare, "out/a_*")
+    assert "records holds no entry and no finished run" in refused(compare, "records")
 
 
 def test_rows_are_what_a_record_may_hold(repo, tmp_path):
@@ -349,6 +350,8 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path):
     for words in ("summary.val_bpb.mean", "comparison.val_bpb.p", "curve.csv, line 6 is 12,", "is | 1    | "):
         assert words in found, words
     assert "1 of 1 entries do not verify" in refused(verify, folder)
+    assert run(verify, folder.name) == f"{folder.name}: ok\n", "the one in baselines/, by its name"
+    assert "none is neither a folder nor an entry" in refused(verify, "none")
 
 
 # ==== every leaf of an entry, one at a time
@@ -426,7 +429,7 @@ def resumed(start, *flags) -> dict:
 REFUSALS = [
     ("a_0 b_1", None, "run_1.json: script_sha256 is not that of train_small.py"),
     ("a_0 a_0", None, "has the seed 0, like another run"),
-    ("a_0 a_1", config(lambda c: c.update(dataset_fingerprint="x" * 64)), "run_1.json.dataset_fingerprint is xxx"),
+    ("a_0 a_1", config(lambda c: c.update(dataset_fingerprint="x" * 64)), "/tiny (xxxxxxxxxxxx); an entry"),
     ("a_0 a_1", config(lambda c: c["machine"].update(device="T4")), "device is T4, run_0.json states cpu"),
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
     ("a_0 a_1", log(r'{"step": 6, [^\n]*"loss"[^\n]*\n'), "step 9: tokens_per_second is "),
@@ -502,7 +505,7 @@ def test_add_refuses_names(repo, folders, tmp_path):
     (other,) = copies(repo, tmp_path, 0)
     edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
     argv = [other, "--slug", "x", "--baseline", "2026-11-22_base"]
-    assert "that of 2026-11-22_base is" in refused(add, *argv)
+    assert re.search(r"/tiny \(x{12}\) and 2026-11-22_base read tiny \(\w{12}\); an entry", refused(add, *argv))
     assert len(list((repo / "baselines").iterdir())) == 2
 
 
@@ -692,7 +695,7 @@ def test_rerun(repo, folders, tmp_path, monkeypatch):
     assert "rerun: config.muon_lr is 0.023, the script makes 0.5" in said
 
 
-def test_rerun_compares_the_clock(repo, folders, tmp_path):
+def test_rerun_compares_the_clock(repo, folders, tmp_path, monkeypatch):
     """Seconds and MFU on the same card; on another one it is said that they are not compared."""
 
     def fast(folder):
@@ -713,7 +716,10 @@ def test_rerun_compares_the_clock(repo, folders, tmp_path):
             path.write_text(re.sub(r'"device": ?"[^"]+"', '"device": "T400"', path.read_text()))
 
     forged = forge(forged, tmp_path / "b" / "2026-11-22_fast", elsewhere)
+    monkeypatch.setattr(verify.rivals, "ask_gpu", lambda *_: "another GPU")
     assert "seconds and MFU are not compared: this is 1 x cpu" in rerun(forged, 6, code=0)
+    monkeypatch.setattr(verify.rivals, "ask_gpu", lambda *_: None)
+    assert "ran on T400, and nvidia-smi finds no GPU" in refused(verify, forged, "--rerun", 6, "--data", "data/tiny")
 
 
 # ==== statistics

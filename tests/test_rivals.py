@@ -147,7 +147,8 @@ def test_copies_come_from_the_commit(tmp_path, monkeypatch):
         assert old not in changed.replace(new, "")
 
 
-def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch):
+def test_missing_anchors_clones_gpus_and_logs_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(rivals, "ask_gpu", lambda *_: None)
     clone = clone_of_modded(tmp_path / "clone", monkeypatch, leave_out="vocab_size=50257,")
     (tmp_path / "modded").mkdir()
     run = ["--data", tmp_path, "--tokens", 1000, "--gpu", ""]
@@ -155,7 +156,9 @@ def test_missing_anchors_clones_and_gpus_are_one_sentence(tmp_path, monkeypatch)
         (["prepare", "--modded", clone], "train_gpt.py of modded-nanogpt holds 'vocab_size=50257,' 0 times, not once"),
         (["prepare", "--nanochat", tmp_path], "run `git clone https://github.com/karpathy/nanochat"),
         (["nanochat", *run], "rivals.py prepare --nanochat CLONE"),
-        (["modded", *run], "needs an NVIDIA GPU"),
+        (["modded", *run], "modded-nanogpt needs an NVIDIA GPU"),
+        (["gpt", *run[:-2]], "gpt needs an NVIDIA GPU"),
+        (["results", "--logs", tmp_path], "holds no log of a finished run"),
     ):
         assert words in sentence(rivals.main, [*map(str, argv), "--out", str(tmp_path)])
     with pytest.raises(UserError, match="train.py holds 'a = 1' 2 times, not once"):
@@ -523,7 +526,7 @@ def test_a_log_for_each_setting(rival, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(rivals, "train", lambda args, settings, *_: runs.append(settings | {"seed": 0}))
     (tmp_path / "nanochat").mkdir()
-    common = [rival, "--out", str(tmp_path), "--tokens", "65536000"]
+    common = [rival, "--out", str(tmp_path), "--tokens", "65536000", "--gpu", ""]
     for flags in ("", "--val-every 9", "--max-seq-len 64", "--rows 2", "--steps 9", "--no-compile", "--batch 4096"):
         rivals.main([*common, *flags.split()])
     assert len({rivals.tag_of(settings) for settings in runs}) == len(runs)
@@ -538,4 +541,3 @@ def test_a_run_that_fails_keeps_its_log(dataset_dir, tmp_path, capsys):
     assert "the reason" in capsys.readouterr().err
     (log,) = tmp_path.iterdir()
     assert log.suffix == ".log"
-

@@ -126,6 +126,8 @@ def settings_of(rival: str, args: argparse.Namespace, max_seq_len: int = 2048) -
     tokens = args.tokens or TOKENS.get(args.data.name)
     if not tokens:
         raise UserError(f"the number of training tokens is unknown for {args.data}; set it with --tokens")
+    if not args.smoke and args.gpu != "" and not ask_gpu("name", args.gpu):
+        raise UserError(f"{rival} needs an NVIDIA GPU, and nvidia-smi finds none; the command `cpu` needs none")
     settings = {"rival": rival, "data": str(args.data.resolve()), "tokens": tokens, "max_seq_len": max_seq_len}
     settings["val_every"] = args.val_every
     return settings | {"limit": 16 if args.smoke else None, "smoke": args.smoke}
@@ -349,10 +351,13 @@ def short_name(settings: dict) -> str:
 
 def results(args: argparse.Namespace) -> None:
     """Prints the runs as a table: seeds of equal settings on equal devices in one row, with their mean."""
+    runs = grouped(args.logs, args.smoke)
+    if not runs:
+        raise UserError(f"{args.logs} holds no log of a finished run; ours are in --logs records/rivals/logs")
     print("| text | rival | settings | seeds | steps | tokens | val bpb | each | seconds | GiB | device |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     hidden = {"rival", "tokens", "max_seq_len", "limit", "smoke", "steps", "rows", "compile"}
-    for (name, device, key), same in grouped(args.logs, args.smoke).items():
+    for (name, device, key), same in runs.items():
         settings = json.loads(key)
         shown = ", ".join(f"{k} {v}" for k, v in settings.items() if k not in hidden and v not in ("", None))
         seeds = ", ".join(str(run["settings"]["seed"]) for run in same)
@@ -386,7 +391,7 @@ def build_parser() -> argparse.ArgumentParser:
     on_gpu.add_argument("--data", type=Path, default=Path("data/shards/p34"), metavar="DIR", help="dataset directory")
     on_gpu.add_argument("--tokens", type=int, help="training tokens; by default those of P34 or P100")
     on_gpu.add_argument("--val-every", type=int, default=0, help="steps between validations; 0: only at the end")
-    on_gpu.add_argument("--gpu", help="index of the GPU; by default the first visible one")
+    on_gpu.add_argument("--gpu", help='index of the GPU, or "" for the CPU; by default the first visible GPU')
     attention = {"default": "torch", "choices": ("torch", "fa4", "hub")}
     attention["help"] = "torch's varlen attention, flash-attn-4, or FlashAttention 3 from the Hugging Face hub"
     batch = argparse.ArgumentParser(add_help=False, parents=[on_gpu])
@@ -429,7 +434,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("cpu", parents=[run], help="nanochat d4 and a plain GPT on the quickstart's text")
     add.add_argument("--data", type=Path, default=Path("data/shards/stdlib"), metavar="DIR", help="dataset directory")
-    add.add_argument("--rivals", default="nanochat,gpt", help="rivals to run, nanochat, gpt or both")
+    both = ("nanochat", "gpt")
+    add.add_argument("--rivals", nargs="+", default=both, choices=both, help="rivals to run (default: both)")
     add.add_argument("--steps", type=int, default=600, help="steps of 2,048 tokens")
     add.add_argument("--nanochat-lr", type=float, default=8.0, help="factor on nanochat's learning rates")
     add.add_argument("--gpt-lr", type=float, default=0.001, help="peak learning rate of the plain GPT")
