@@ -158,7 +158,7 @@ def test_missing_anchors_clones_gpus_and_logs_are_one_sentence(tmp_path, monkeyp
         (["nanochat", *run], "rivals.py prepare --nanochat CLONE"),
         (["modded", *run], "modded-nanogpt needs an NVIDIA GPU"),
         (["gpt", *run[:-2]], "gpt needs an NVIDIA GPU"),
-        (["results", "--logs", tmp_path], "holds no log of a finished run"),
+        (["results", "--logs", tmp_path], "has no full runs"),
     ):
         assert words in sentence(rivals.main, [*map(str, argv), "--out", str(tmp_path)])
     with pytest.raises(UserError, match="train.py holds 'a = 1' 2 times, not once"):

@@ -353,7 +353,7 @@ def results(args: argparse.Namespace) -> None:
     """Prints the runs as a table: seeds of equal settings on equal devices in one row, with their mean."""
     runs = grouped(args.logs, args.smoke)
     if not runs:
-        raise UserError(f"{args.logs} holds no log of a finished run; ours are in --logs records/rivals/logs")
+        raise UserError(f"{args.logs} has no full runs; pass --logs records/rivals/logs, or --smoke for tiny runs")
     print("| text | rival | settings | seeds | steps | tokens | val bpb | each | seconds | GiB | device |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     hidden = {"rival", "tokens", "max_seq_len", "limit", "smoke", "steps", "rows", "compile"}
