@@ -2288,6 +2288,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     """Model, optimizer and compiled forward, with the weights of config.seed."""
     dtype = choose_dtype(config, ranks.device)
     model = GPT(config, ranks.device, dtype)
+    check_memory(model)
     model.attention = choose_attention(model, say)
     forward = model
     if config.compile and ranks.device.type == "cuda":
@@ -2311,6 +2312,17 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     describe_state(state, say)
     reset_state(state)
     return state
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raises UserError if this machine has no GPU and too little memory. A system kills without a sentence."""
+    if model.embed.is_cuda or not hasattr(os, "sysconf"):  # Windows has none
+        return
+    # Weights, gradients and two moments; that of P100 took 4.7 times its weights.
+    needed = 4 * sum(param.nbytes for param in model.parameters()) / 2**30
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = f"training this model without a GPU takes {needed:.0f} GiB or more, and this machine has {memory:.0f} GiB"
+    require(needed < memory, f"{found}; use a GPU, or a smaller model such as that of runs/cpu.args")
 
 
 def describe_state(state: TrainState, say: Callable) -> None:
@@ -2566,14 +2578,15 @@ class Dataset:
         root = Path(root).expanduser()
         path = root / "dataset.json"
         if not path.is_file():
-            source = f"pypi:{root.name}" if root.name in ("p34", "p100", "p400") else "climbmix"
-            if root.name == "stdlib":  # of runs/tiny.args and runs/cpu.args
-                source = "stdlib --vocab-size 4096"
+            known = {name: f"pypi:{name}" for name in ("p34", "p100", "p400")}
+            known["climbmix"] = "climbmix"
+            known["stdlib"] = "stdlib --vocab-size 4096"  # for runs/tiny.args and runs/cpu.args
+            source = known.get(root.name, "SOURCE")
             way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
             others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
             if others:
                 way = f"name one of those in {root.parent} with --data ({', '.join(others)}), or {way}"
-            raise UserError(f"no dataset at {root}; {way}; `--source stdlib` needs no network")
+            raise UserError(f"no dataset at {root}; {way}; data/README.md lists the sources")
         with explain_damage(path):
             info = json.loads(path.read_bytes())
             if "sha256" in info:  # older datasets have no seal

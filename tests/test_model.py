@@ -314,6 +314,18 @@ def test_a_gpu_without_triton_compiles_nothing(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found["triton"], found[None], strict=True))
 
 
+def test_a_model_too_large_for_a_machine_without_a_gpu(monkeypatch):
+    """Weights, gradients and two moments against the memory of the machine, in pages."""
+    model = random_model(tiny_config())
+    size = sum(param.nbytes for param in model.parameters())
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * size + 1}
+    monkeypatch.setattr(ts.os, "sysconf", pages.get)
+    ts.check_memory(model)
+    pages["SC_PHYS_PAGES"] = 4 * size
+    with pytest.raises(ts.UserError, match="without a GPU takes 0 GiB or more, and this machine has 0 GiB; use a GPU"):
+        ts.check_memory(model)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -495,7 +495,7 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "a count": ("dataset.json", lambda b: b.replace(b'"tokens": 1', b'"tokens": 3'), False, ["it was changed"]),
     "no object": ("dataset.json", lambda b: b"[]", False, ["dataset.json is damaged (TypeError("]),
     "no ranks": ("tokenizer.json", lambda b: b.replace(b'"ranks"', b'"r"'), True, ["is damaged (KeyError('ranks'))"]),
-    "gone": ("dataset.json", None, False, ["no dataset at", "(good)", "`python data/pretrain.py --source climbmix"]),
+    "gone": ("dataset.json", None, False, ["no dataset at", "(good)", "--source SOURCE --out", "data/README.md"]),
 }  # fmt: skip
 
 
