@@ -140,6 +140,14 @@ def test_scaling_laws(sandbox, dataset_dir):
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_series_without_text(sandbox):
+    """One sentence, with enough files for all sizes, before anything is installed."""
+    shutil.rmtree(sandbox / ".venv")
+    done = subprocess.run(["bash", str(sandbox / "runs/scaling.sh"), "miniseries"], cwd="/", **CAPTURED)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "--max-files 140" in done.stderr
+    assert not (sandbox / ".venv").exists()
+
+
 LAUNCH = """
 source runs/lib/launch.sh
 train runs/tool.py out/new SOURCE --packs 2
