@@ -342,7 +342,7 @@ def known_flags(script: str) -> set[str]:
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
 
-PASSED_ON = ("runs/quickstart.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
+PASSED_ON = ("runs/quickstart.sh", "runs/scaling.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
 PASSED_ON += ("dev/bench.py",)
 
 
