@@ -111,6 +111,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     The file .lock is kept, as deleting it would let two processes in. Where it cannot be locked, as
     on some network file systems, a warning says so.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
     try:
@@ -124,6 +125,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        if is_new and {path.name for path in folder.iterdir()} <= {".lock"}:
+            # Nothing was made. `hf download` without a network would take this folder for a finished download.
+            shutil.rmtree(folder)
 
 
 def write_json(path: str | Path, value: Any) -> str:

@@ -43,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     model("--endpoint", metavar="URL", help="address of an OpenAI-compatible server, instead of RUN_DIR")
     add = parser.add_argument
     add("--model", help="model name on the server (default: the first one)")
-    add("--prompt", help="single message to answer")
+    add("--prompt", action="append", help="message to answer, repeatable: the turns of a conversation")
     add("--system", default="", help="system message, with instructions for the whole conversation")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [%(default)s]")
     add("--top-k", type=int, help="number of most likely tokens to sample from; 0: all (default: 50)")
@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--trust", action="store_true", help="execute the Python files of an exported model")
     args = parser.parse_args(argv)
     check_sampling(parser, args)
-    if args.prompt is not None and not args.prompt.strip():
+    if any(not text.strip() for text in args.prompt or ()):
         parser.error("--prompt is empty; pass a text")
     return args
 
@@ -116,7 +116,8 @@ class Local(OwnModel):
         specials = run.tokenizer.specials
         self.chat = chat_format.is_chat_run(run_dir)
         if not self.chat:
-            print_note("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
+            problem = "this is a base model, not finetuned for chat"
+            print_note(f"note: {problem}, so it continues your text (see runs/finetune.py)")
         self.stops = tuple(specials[name] for name in specials.keys() - chat_format.CALL_TOKENS.keys())
 
     def render(self, messages: list[dict]) -> list[int]:
@@ -439,10 +440,10 @@ def talk(args: argparse.Namespace) -> None:
     else:
         backend = Local(args.run_dir, args)
     chat = Chat(backend, args.system)
-    if args.prompt is not None:
-        chat.turn(args.prompt)
-    else:
+    if args.prompt is None:
         chat.loop()
+    for text in args.prompt or ():
+        chat.turn(text)
     is_seen = args.prompt is None and sys.stdin.isatty()  # by whoever sits at the terminal
     if chat.failed and not is_seen:
         sys.exit(1)

@@ -332,6 +332,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def base_url(host: str, port: int) -> str:
+    """The address for a browser on this machine; 0.0.0.0 and :: mean all interfaces, and browsers refuse them."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -354,13 +356,14 @@ def main() -> int:
     host, port = listening.getsockname()[:2]
     kind = "chat" if server.protocol.chat else "completions"
     sizes = f"{server.worker.decoder.num_slots} slots, context {server.protocol.max_len:,}, {kind}"
+    url = base_url(host, port)
+    others = ", also on all other addresses of this machine" if ipaddress.ip_address(host).is_unspecified else ""
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         print_note("note: everyone who can reach this address can use the model; set a key with --api-key")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, server.handle_exit)  # as uvicorn does while it runs
-    print(f"{server.name}: {base_url(host, port)} ({sizes})", flush=True)
+    print(f"{server.name}: {url}{others} ({sizes})", flush=True)
     if args.page:  # a process that prints its address once it is ready, and ends with this one
-        url = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         environment = {**os.environ, "OPENAI_API_KEY": args.api_key or "", "DECODERSTACK_SERVER": str(os.getpid())}
         hosts = [f"--allow-host={name}" for name in args.allow_host]
         command = [sys.executable, Path(__file__).with_name("page.py"), url, *hosts]

@@ -30,6 +30,7 @@ esac
 source runs/lib/setup.sh
 setup requirements.txt
 source runs/lib/launch.sh
+[[ $smoke ]] || need_gpu
 
 data=data/shards/climbmix_6b
 run=out/speedrun_medium

@@ -57,6 +57,7 @@ done
 source runs/lib/setup.sh
 setup requirements.txt
 source runs/lib/launch.sh
+[[ $smoke ]] || need_gpu
 
 out=out/${name:-${smoke:+smoke}}
 [[ $out != out/ ]] || out=out/speedrun_small

@@ -374,9 +374,13 @@ def test_command_line(run, server, bpe, tmp_path):  # noqa: F811
     server.reply = events("one ", "two")
     done = run("--endpoint", server.url, "--prompt", "Hi", "--top-k", 5)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two\n", "") and server.seen[-1][2]["top_k"] == 5
+    done = run("--endpoint", server.url, "--prompt", "Hi", "--prompt", "Why?")
+    questions = [message["content"] for message in server.seen[-1][2]["messages"]]
+    assert (done.stdout, questions) == ("one two\none two\n", ["Hi", "one two", "Why?"])
+    server.seen.clear()
     done = run("--endpoint", server.url, "--model", "m", text="Hi\n\n//x\n/clear\n/quit\nnever\n")
     assert (done.returncode, done.stdout) == (0, "one two\none two\n")
-    assert [len(body["messages"]) for *_, body in server.seen[1:]] == [1, 3]
+    assert [len(body["messages"]) for *_, body in server.seen] == [1, 3]
     assert server.seen[-1][2]["messages"][-1]["content"] == "/x" and server.seen[-1][2]["model"] == "m"
     folder = write_run(tmp_path / "run", bpe, model=random_model(tiny_config(vocab_size=900)))
     done = run(folder, "--prompt", "the", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")

@@ -196,6 +196,7 @@ def test_the_command(bpe, files, tmp_path, capsys):
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
+        (("--files", tmp_path / "none"), "none is not a folder"),
         (("--files", files, "--tasks", "gsm8k"), "is not an example of gsm8k"), (("--step", 99), "no checkpoint"),
     ):  # fmt: skip
         code, _, err = evaluate(run_dir, *args)

@@ -10,6 +10,7 @@ import torch
 import train_medium as tm
 import train_small as ts
 from lib.command import RunError, run_command
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 def ended(capsys, work) -> tuple[int, str, str]:
@@ -42,6 +43,14 @@ def test_what_the_user_can_fix_is_one_line(capsys, error, message):
     code, out, err = ended(capsys, fails_with(error))
     assert code == 1 and not out
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_the_report_of_torchrun_has_the_message(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ended(capsys, fails_with(RunError("no run at out/x")))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert str(ChildFailedError("tool.py", {0: failure})).splitlines()[-2].endswith(": error: no run at out/x")
 
 
 def test_a_fault_keeps_its_traceback(capsys):

@@ -55,7 +55,7 @@ def sandbox(tmp_path) -> Path:
     for name in REQUIREMENTS:
         shutil.copy(ROOT / name, tmp_path / name)
     program(tmp_path / ".venv/bin/python", PYTHON)
-    (tmp_path / "gpus").write_text("0\n")
+    (tmp_path / "gpus").write_text("1\n")
     return tmp_path
 
 
@@ -123,7 +123,7 @@ def setup_on(sandbox: Path, gpu="", system="Linux", cpu_index=CPU_INDEX, version
 
 @pytest.mark.parametrize(("machine", "says"), [
     ({}, f"no NVIDIA GPU found; installing the CPU build of torch from {CPU_INDEX}\n"),
-    ({"version": "1.0"}, f"does not offer the CPU build of torch {TORCH} now"),
+    ({"version": "1.0"}, f"the CPU build of torch {TORCH} could not be had from {CPU_INDEX} "),
     ({"gpu": GPU}, "setup: torch comes from the default package index\n"),
     ({"system": "Darwin"}, "setup: torch comes from the default package index\n"),
     ({"cpu_index": ""}, "setup: torch comes from the default package index\n"),
@@ -218,9 +218,21 @@ def test_speedrun_without_hugging_face(sandbox):
 @pytest.mark.parametrize(("flags", "source"), (((), "stdlib"), (("--source", "text.txt"), "text.txt")))
 def test_speedrun_smoke(sandbox, flags, source):
     (sandbox / "README.md").write_text("some words\n")
+    (sandbox / "gpus").write_text("0\n")
     done, ran = start(sandbox, "speedrun_small.sh", "--smoke", *flags)
     assert "## sft/chat_eval_limit_16.csv\n\n```\nscores\n" in done.stdout, done.stderr
     assert ran[0] == f"data/pretrain.py --source {source} --vocab-size 4096 --workers 1 --out out/smoke/data"
+
+
+@pytest.mark.parametrize("name", ("small", "medium"))
+def test_speedrun_without_a_gpu(sandbox, name):
+    """It ends before anything is downloaded or trained."""
+    (sandbox / "gpus").write_text("0\n")
+    done, ran = start(sandbox, f"speedrun_{name}.sh")
+    assert done.returncode == 1 and not ran and done.stderr == (
+        f"error: speedrun_{name}.sh needs a GPU, but torch finds none; add --smoke to run all steps at toy size "
+        "without one\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,7 +342,7 @@ def known_flags(script: str) -> set[str]:
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
 
-PASSED_ON = ("runs/quickstart.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
+PASSED_ON = ("runs/quickstart.sh", "runs/scaling.sh", "runs/cluster/multi_node.sh", "runs/cluster/slurm.sh")
 PASSED_ON += ("dev/bench.py",)
 
 

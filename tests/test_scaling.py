@@ -86,7 +86,7 @@ def sandbox(tmp_path, fast_python) -> Path:
     python = tmp_path / ".venv/bin/python"
     python.write_text(f"""#!/usr/bin/env bash
 if [[ "$1 $2" == "-m pip" ]]; then exit; fi
-if [[ $2 == *device_count* ]]; then echo 0; exit; fi # saves the import of torch
+if [[ $2 == *device_count* ]]; then echo "${{GPUS:-0}}"; exit; fi # saves the import of torch
 if [[ $1 == *.py && $1 != *scaling_plan.py && -e log ]]; then
   echo "$@" >>python.log
   if [[ "$*" == *--run-dir* ]]; then
@@ -140,6 +140,14 @@ def test_scaling_laws(sandbox, dataset_dir):
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_series_without_text(sandbox):
+    """One sentence, with enough files for all sizes, before anything is installed."""
+    shutil.rmtree(sandbox / ".venv")
+    done = subprocess.run(["bash", str(sandbox / "runs/scaling.sh"), "miniseries"], cwd="/", **CAPTURED)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "--max-files 140" in done.stderr
+    assert not (sandbox / ".venv").exists()
+
+
 LAUNCH = """
 source runs/lib/launch.sh
 train runs/tool.py out/new SOURCE --packs 2
@@ -177,7 +185,8 @@ def test_speedrun(sandbox):
     for flag, run in (("", "out/speedrun_medium"), ("--smoke", "out/smoke_medium")):
         (sandbox / "python.log").unlink(missing_ok=True)
         command = ["bash", str(sandbox / "runs/speedrun_medium.sh"), *flag.split()]
-        done = subprocess.run(command, cwd="/", **CAPTURED)
+        environment = {**os.environ, "GPUS": "0" if flag else "1"}
+        done = subprocess.run(command, cwd="/", env=environment, **CAPTURED)
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
@@ -194,5 +203,5 @@ def test_speedrun(sandbox):
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
         assert finetune.endswith(f"--run-dir {run}_sft")
-        again = subprocess.run(command, cwd="/", **CAPTURED)
+        again = subprocess.run(command, cwd="/", env=environment, **CAPTURED)
         assert again.stdout.count("is already finished") == 2

@@ -865,6 +865,18 @@ def test_signals_end_it_cleanly(runs, fast_python, signum, timeout, count):
         process.kill()
 
 
+def test_the_address_of_all_interfaces_can_be_opened(runs, fast_python):
+    flags = ["--host", "0.0.0.0", "--port", "0", "--api-key", "k", "--device", "cpu"]
+    process = subprocess.Popen([fast_python, SCRIPT, runs[False], *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        url = re.match(r"base: (http://127\.0\.0\.1:\d+), also on all other addresses", line)[1]
+        assert httpx2.get(f"{url}/health").status_code == 200
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_user_errors(runs, chat_server, monkeypatch, capsys):
     """One sentence, also where the first step of the model fails."""
     port = chat_server.url.rpartition(":")[2]

@@ -68,7 +68,11 @@ def find_file(folder: Path, task: str, part: str = "test") -> Path | None:
 
     For "test" that is the file with "test" in its name, else one with "val", else any but those of few-shot prompts
     ("dev") and training.
+
+    Raises: RunError if the folder does not exist
     """
+    if not folder.is_dir():
+        raise RunError(f"--files {folder} is not a folder; pass one with the files of the tasks")
     prefix = "words" if task == "spelling" else task
     endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
     names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]

@@ -103,6 +103,10 @@ def run_command(work: Callable[[], dict | None]) -> int:
             dist.destroy_process_group()
 
     if message:
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun ends with a report, whose last lines are the message of the process that failed first.
+            reply = {"message": message.strip(), "timestamp": int(time.time())}
+            Path(error_file).write_text(json.dumps(reply), encoding="utf-8")
         if not is_main():
             time.sleep(3)  # by then torchrun has ended this process, and the message of the first one is enough
         print_note(message)

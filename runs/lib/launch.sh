@@ -9,6 +9,8 @@
 #     train runs/finetune.py out/first_sft out/first --packs 2
 #
 # If it fails, the last line is the error message of the process that failed first.
+#
+# `need_gpu` ends a script whose model is too large for a CPU.
 
 source runs/lib/repeat_error.sh
 if [[ -z ${launch:-} ]]; then
@@ -20,6 +22,13 @@ if [[ -z ${launch:-} ]]; then
     fi
   done
 fi
+
+need_gpu() {
+  if [[ ${gpus:-} == 0 ]]; then
+    echo "error: ${0##*/} needs a GPU, but torch finds none; add --smoke to run all steps at toy size without one" >&2
+    exit 1
+  fi
+}
 
 train() {
   local script=$1 run=$2 states

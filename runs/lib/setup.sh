@@ -97,6 +97,6 @@ install_cpu_torch() {
       return 0
     fi
   fi
-  echo "setup: no NVIDIA GPU found, but $index does not offer the CPU build of torch $version now; torch comes from" \
-    "the default package index, about 3 GB with its CUDA packages"
+  echo "setup: no NVIDIA GPU found, but the CPU build of torch $version could not be had from $index (is it reachable" \
+    "from here?); torch comes from the default package index instead, about 3 GB with CUDA packages"
 }
