@@ -108,8 +108,8 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Locks a dataset directory for the duration of a `with`, and makes it if it does not exist.
 
-    The file .lock is kept, as deleting it would let two processes in. Where it cannot be locked, as
-    on some network file systems, a warning says so.
+    The file .lock is kept, as deleting it would let two processes in, but a new folder in which nothing
+    was made is removed. Where the file cannot be locked, as on some network file systems, a warning says so.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
