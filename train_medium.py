@@ -2398,10 +2398,10 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
 
 
 def check_memory(model: nn.Module) -> None:
-    """Raises UserError if this machine has no GPU and too little memory. A system kills without a sentence."""
+    """Raises UserError if there is no GPU and too little memory, as the system would kill the run without a word."""
     if model.embed.is_cuda or not hasattr(os, "sysconf"):  # Windows has none
         return
-    # Weights, gradients and two moments; that of P100 took 4.7 times its weights.
+    # Weights, gradients and two moments. The model of P100 took 5 times its weights.
     needed = 4 * sum(param.nbytes for param in model.parameters()) / 2**30
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = f"training this model without a GPU takes {needed:.0f} GiB or more, and this machine has {memory:.0f} GiB"
@@ -2661,9 +2661,8 @@ class Dataset:
         root = Path(root).expanduser()
         path = root / "dataset.json"
         if not path.is_file():
-            known = {name: f"pypi:{name}" for name in ("p34", "p100", "p400")}
-            known["climbmix"] = "climbmix"
-            known["stdlib"] = "stdlib --vocab-size 4096"  # for runs/tiny.args and runs/cpu.args
+            known = {"climbmix": "climbmix", "stdlib": "stdlib --vocab-size 4096"}
+            known |= {name: f"pypi:{name}" for name in ("p34", "p100", "p400")}
             source = known.get(root.name, "SOURCE")
             way = f"make one with `python data/pretrain.py --source {source} --out {root}`"
             others = [found.parent.name for found in sorted(root.parent.glob("*/dataset.json"))]
