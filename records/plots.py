@@ -10,7 +10,7 @@ from typing import NamedTuple
 import entry
 from metrics import split_log
 
-COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4", "plain": "C5"}
+COLORS = {"small": "C0", "medium": "C1", "6x512": "C2", "4x256": "C3", "portable": "C4", "plain": "C5", "16x768": "C6"}
 # Lines and text of these colors are readable on a light page and on a dark one.
 BLUE = "#3d85d8"
 ORANGE = "#d9622b"
