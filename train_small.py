@@ -12,7 +12,7 @@ sections 3 to 6,
     run_steps > train_step > micro_step (or its CUDA graph) > GPT.forward > trunk > block > attend_layer,
     then linear_cross_entropy (12) and its backward, then Optimizer.step > update > normuon_update.
 
-     1. CONFIG        every recipe number, the stage table, the parameter table
+     1. CONFIG        the numbers of the recipe, the stage table, the parameter table
      2. SCHEDULE      learning rate, momentum, loss weights: pure functions of the step
      3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
      4. MODEL         one trunk between token ids and head; attention is passed in
@@ -29,7 +29,7 @@ Capitals at the end of a name are its shape: q_THK is (T, H, K). T packed tokens
 K head width, F MLP hidden width, M hidden width of mix(), V vocabulary, L layers, A layers with
 attention, E value embeddings, P packs, N targets of a token, G documents in a micro-batch (with those
 of padding) or channels that a gate reads, C width of a table's row. In the optimizer: N matrices of
-R rows and C columns.
+R rows and C columns. In section 12 products are (M, K) by (N, K).
 """
 
 # >>> shared: imports
@@ -111,7 +111,7 @@ def require(condition, sentence: str) -> None:
 
 # <<< shared: imports
 # ===============================================================================
-# 1. CONFIG -- every recipe number with its unit or reason; files like runs/p34.args change some
+# 1. CONFIG -- the numbers of the recipe, each with its unit or reason; files like runs/p34.args change some
 # Change a field here, or try something out with its flag, as --muon-lr 0.03 (which voids record status);
 # the comment of a field is the help of its flag. "Record N" is an entry of modded-nanogpt's leaderboard.
 # dev/LOG.md has measured what each choice is worth.
@@ -161,7 +161,7 @@ class Config:
     fp8: bool = True  # fp8 matmuls in qkv and MLP, in training only, on Hopper and B200
     fp8_head: bool = True  # fp8 matmul in the head, in training only, on Hopper and B200
     fp8_o: bool = False  # fp8 matmul in attention's output; no gain at this width
-    recompute: bool = False  # recomputed activations in the backward: less memory, slower, without fp8
+    recompute: bool = False  # recomputed activations in the backward: less memory, slower, without fp8 in layers
     mtp_weights: tuple = (1.0, 0.5, 0.25)  # loss weights of the next tokens, for multi-token prediction (record 53)
     mtp_until: float = 0.65  # fraction of the run over which all but the first mtp_weight fall to 0
     # weight of a second target, the longest other token that the next token begins with; 0: off
@@ -185,7 +185,7 @@ class Config:
     table_decay: float = 0.015  # weight decay of value and n-gram embeddings; short runs want more
     muon_beta2: float = 0.9  # decay of NorMuon's second moment
     adam_eps: float = 1e-10  # epsilon of Adam and RMSProp (record 20)
-    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: start, end, steps of warm-up (<= 1/3 of all) and cool-down
+    momentum: tuple = (0.85, 0.95, 300, 50)  # NorMuon's: low, high, steps of rise (<= 1/3 of all) and of fall (<= 1/10)
     cooldown: float = 0.6  # fraction of the run over which learning rates fall
     lr_floor: float = 0.2  # learning rates at the end, as a fraction of the base rates
     average: float = 0.2  # last fraction of the run, over which weights are averaged (modded-nanogpt PR 360)
@@ -196,7 +196,7 @@ class Config:
     save_every: int = 0  # steps between checkpoints; 0: only at the end, -1: only if it is stopped
     log_every: int = 10  # steps between lines of the log
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; the best is kept as well
-    micro_batch_tokens: int = 0  # tokens that a GPU processes at once; 0: chosen by free memory
+    micro_batch_tokens: int = 0  # tokens that a GPU processes at once; 0: chosen by its free memory
     attention: str = "auto"  # auto, triton, fa3 or sdpa
     dtype: str = "auto"  # auto, bfloat16, float16 or float32
     compile: bool = True  # torch.compile on a GPU: a slower start, faster steps
@@ -555,7 +555,7 @@ class TrainState:
 def train_step(state: TrainState, batch: Batch) -> Tensor:
     """One step; returns a 0-D tensor, which summed over ranks is the mean nats per target."""
     config = state.config
-    if state.model.loss_weights.numel() > 1:  # a single one never changes
+    if state.model.loss_weights.numel() > 1:  # an encoder has one, and no mtp_weights
         weights = torch.tensor(loss_weights(config, state.step))
         state.model.loss_weights.copy_(weights, non_blocking=True)
 
@@ -1000,10 +1000,10 @@ class GPT(nn.Module):
         # Validation counts the next token alone; training adds more targets with weights.
         training = torch.is_grad_enabled()
         targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
-        term_weights = self.loss_weights if training else None
+        target_weights = self.loss_weights if training else None
         fp8 = training and "head" in self.fp8_products
         return linear_cross_entropy(
-            hidden_TD, self.head, targets_NT, self.softcap, term_weights, token_weight_T, fp8=fp8
+            hidden_TD, self.head, targets_NT, self.softcap, target_weights, token_weight_T, fp8=fp8
         )
 
     def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -1077,8 +1077,8 @@ class GPT(nn.Module):
         if inputs.ngram is not None:
             x = x + scale_fp32(scalar["share_ngram"][layer], inputs.ngram)
         if c.swiglu:
-            gate, linear = (norm(x) @ w.up.T).chunk(2, 1)
-            y = (F.silu(gate) * linear) @ w.down
+            gate, up = (norm(x) @ w.up.T).chunk(2, 1)
+            y = (F.silu(gate) * up) @ w.down
         else:
             y = mlp_relu2(norm(x), w.up, w.down, w.up8, w.down8)
         return scale_fp32(scalar["resid_mlp"][layer], x) + y
@@ -1626,7 +1626,7 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 key = f"{slot.name}.{name}"
-                if name != "average" or key in state:  # not saved before its first sample
+                if name != "average" or key in state:  # there are none before the first sample and after blend_average
                     moment.copy_(self.own_rows(slot, state[key].to(moment.device)))
 
     def is_finite(self) -> bool:
@@ -1786,7 +1786,7 @@ def blend_average(state: TrainState) -> None:
     for slot in state.optimizer.slots:
         if "average" not in slot.moments:
             continue
-        # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
+        # An average has a smaller norm than what it is made of, so each matrix gets its norm back.
         before = slot_norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.rule.average)
         slot.master.mul_(before / slot_norms(slot).clamp_min(1e-10))
@@ -1953,10 +1953,10 @@ class Pretraining:
         tokens = dataset.total("train", "tokens")
         self.tokenizer = dataset.tokenizer
         self.config = dataclasses.replace(config, vocab_size=self.tokenizer.vocab_size)
-        validate(self.config)
+        check_config(self.config)
         self.fingerprint = dataset.info["fingerprint"]  # of what is read
         self.note = f"{tokens:,} training tokens"  # what there is to train on, for the log
-        self.available = tokens * config.max_epochs  # training tokens, padding included
+        self.available = tokens * config.max_epochs  # training tokens
         # For the bits per byte of training in the log.
         self.bytes_per_token = dataset.total("train", "text_bytes") / max(tokens, 1)
         self.reader = ShardReader(dataset, self.config)
@@ -2318,10 +2318,11 @@ def check_memory(model: nn.Module) -> None:
     """Raises UserError if there is no GPU and too little memory, as the system would kill the run without a word."""
     if model.embed.is_cuda or not hasattr(os, "sysconf"):  # Windows has none
         return
-    # Weights, gradients and two moments. The model of P100 took 5 times its weights.
+    # Weights, gradients and two moments. N-gram tables need less, but activations come on top: P100's model took 5
+    # times its weights before its first step.
     needed = 4 * sum(param.nbytes for param in model.parameters()) / 2**30
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = f"training this model without a GPU takes {needed:.0f} GiB or more, and this machine has {memory:.0f} GiB"
+    found = f"training this model without a GPU takes about {needed:.0f} GiB, and this machine has {memory:.0f} GiB"
     require(needed < memory, f"{found}; use a GPU, or a smaller model such as that of runs/cpu.args")
 
 
@@ -2461,8 +2462,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 # Dense bf16 peak (T4, V100: fp16) in TFLOP/s, by the makers' data sheets; also for fp8.
 PEAK_TFLOPS = {
-    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
-    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989,
+    "B200": 2250, "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
     "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
 }  # fmt: skip
 
@@ -2953,7 +2954,7 @@ def check_layers(c: Config) -> None:
     require(c.shared_input_from not in without, "shared_input_from is a layer without attention")
 
 
-def validate(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
     total = sum(stage.fraction for stage in c.stage_table)
@@ -3074,7 +3075,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
         for _ in range(50):
             values["tokens"] = max(1, round(args.steps * config.step_tokens))
             config = Config(**values)
-    validate(config)
+    check_config(config)
     return config
 
 
@@ -3281,23 +3282,23 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
 # linear_cross_entropy > LinearCE (autograd) > linear_ce (by chunks) > softcap_ce or softcap_ce_ref
 # With z = a sigmoid((x + b) / c), where a, b, c are height, shift and width, s = z / a and
-# lse = log sum_j exp z_j: row t has N terms, targets[k, t] >= 0 with weight w_k, and S = sum_k w_k.
+# lse = log sum_j exp z_j: row t has N targets, targets[k, t] >= 0 with weight w_k, and S = sum_k w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_ref(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
+def softcap_ce_ref(logits, targets, target_weights, token_weight, cap, first=0, grad=True):
     """Losses and nats, fp32 (n,), and token_weight * gradient, as the logits, or None.
 
-    Args: logits (n, V) of the tokens from `first` on; targets int (N, T); term_weights fp32 (N,);
+    Args: logits (n, V) of the tokens from `first` on; targets int (N, T); target_weights fp32 (N,);
           token_weight fp32 (T,) or None; cap as for softcap()
     """
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
     real = picks >= 0
     picks = picks.clamp(min=0)
-    w = term_weights * real
+    w = target_weights * real
 
     # e = exp(z - top). With a softcap z <= a, so no maximum is needed. To save memory in place,
     # and in one pass: torch.add(p, x, alpha=q) is p + q x.
@@ -3353,9 +3354,9 @@ def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
 
 @jit
 def softcap_ce_kernel(
-    logits, grad, losses, nats, targets, term_weights, token_weight,
+    logits, grad, losses, nats, targets, target_weights, token_weight,
     first, T, a, b, c,
-    V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    V: tl.constexpr, N: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One row of logits (n, V) a program, read once; grad (n, V) and token_weight may be None.
 
@@ -3366,10 +3367,10 @@ def softcap_ce_kernel(
     t = first + row
     logits += row.to(tl.int64) * V
 
-    # The terms of the row, padded to a power of two.
+    # The targets of the row, padded to a power of two.
     k = tl.arange(0, PAD)
-    target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
-    w = tl.where(target >= 0, tl.load(term_weights + k, mask=k < TERMS, other=0.0), 0.0)
+    target = tl.load(targets + k * T + t, mask=k < N, other=-1).to(tl.int32)
+    w = tl.where(target >= 0, tl.load(target_weights + k, mask=k < N, other=0.0), 0.0)
     W = tl.sum(w)
 
     # e = exp(z - top). With a softcap z <= a, so no maximum is needed.
@@ -3411,19 +3412,19 @@ def softcap_ce_kernel(
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=True, out=None):
+def softcap_ce(logits, targets, target_weights, token_weight, cap, first=0, grad=True, out=None):
     """As softcap_ce_ref in a read and a write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
-    terms = len(term_weights)
+    N = len(target_weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
     gradient = None
     if grad:
         gradient = logits if out is None else out
-    tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
+    tensors = (logits, gradient, losses, nats, targets, target_weights, token_weight)
     numbers = (first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)))
-    fast = grad and logits.dtype != torch.float32 and not triton.knobs.runtime.interpret
-    pad = max(2, triton.next_power_of_2(terms))
-    constants = (V, terms, pad, fast, triton.next_power_of_2(V), bool(cap))
+    fast = grad and not triton.knobs.runtime.interpret
+    pad = max(2, triton.next_power_of_2(N))
+    constants = (V, N, pad, fast, triton.next_power_of_2(V), bool(cap))
     softcap_ce_kernel[(n,)](*tensors, *numbers, *constants, num_warps=16)
     return losses, nats, gradient
 
@@ -3501,8 +3502,8 @@ def cast8(x: Tensor, inverse_scale: Tensor | float, dtype: torch.dtype = E4M3) -
 def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
     """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands.
 
-    fast: sums of 14 bits, precise enough for gradients of inputs, where K is a width, but not for those
-    of weights, where K is the number of tokens.
+    fast: sums of 14 bits, precise enough where K is a width, but not for gradients of weights, where K
+    is the number of tokens.
     """
     one = torch.ones((), device=scale.device)
     return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
@@ -3563,11 +3564,11 @@ class Linear8(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
+def scale_head_gradient(x, target_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
     # |gradient| <= slope * sum of term weights * token weight
     slope = cap[0] / (4 * cap[2]) if cap else 1.0
-    g_scale = term_weights.abs().sum() * (slope / E5M2_MAX)
+    g_scale = target_weights.abs().sum() * (slope / E5M2_MAX)
     if token_weight is None:
         token_weight = torch.ones(len(x), device=x.device)
     else:
@@ -3579,7 +3580,7 @@ def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Ten
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
     x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None,
-    targets: Tensor, term_weights: Tensor, token_weight: Tensor | None,
+    targets: Tensor, target_weights: Tensor, token_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx, dw of linear_cross_entropy by chunks; in fp8 x and w have scales."""
@@ -3596,7 +3597,7 @@ def linear_ce(
     gradient8 = None  # the buffer of an fp8 gradient of the logits
     if fp8 and grad:
         w_T = transpose8(w)
-        g_scale, g_weight = scale_head_gradient(x, term_weights, token_weight, cap)
+        g_scale, g_weight = scale_head_gradient(x, target_weights, token_weight, cap)
         gradient8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
@@ -3605,7 +3606,7 @@ def linear_ce(
             logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
         else:
             logits = x[own] @ w.T
-        arguments = (targets, term_weights, g_weight, cap, start, grad)
+        arguments = (targets, target_weights, g_weight, cap, start, grad)
         if use_triton(logits):
             out = None if gradient8 is None else gradient8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
@@ -3628,7 +3629,7 @@ def linear_ce(
 
 
 @linear_ce.register_fake
-def _(x, w, x_scale, w_scale, targets, term_weights, token_weight, cap, chunk, grad):
+def _(x, w, x_scale, w_scale, targets, target_weights, token_weight, cap, chunk, grad):
     dtype = x.dtype if x_scale is None else torch.bfloat16
     nats = x.new_empty(x.size(0), dtype=torch.float32)
     dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
@@ -3656,10 +3657,10 @@ class LinearCE(torch.autograd.Function):
         return dx * g, dw * g, *(None,) * 6
 
 
-def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, chunk=32768, fp8=False):
+def linear_cross_entropy(x, w, targets, cap, target_weights=None, token_weight=None, chunk=32768, fp8=False):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as for softcap(); term_weights
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as for softcap(); target_weights
              fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
              fp8: for training, e4m3 operands and an e5m2 gradient, where 16 divides all sizes
     Returns: sum over t of token_weight_t * loss_t; nats of the first target alone, fp32 (T,),
@@ -3667,13 +3668,13 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
 
     The forward computes the gradients, a chunk at a time; the backward only multiplies them.
     """
-    if term_weights is None:
-        term_weights = torch.ones(len(targets), device=x.device)
+    if target_weights is None:
+        target_weights = torch.ones(len(targets), device=x.device)
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and all(size % 16 == 0 for size in (*x.shape, len(w), chunk))
-    arguments = (targets.contiguous(), term_weights, token_weight, list(cap), chunk)
+    arguments = (targets.contiguous(), target_weights, token_weight, list(cap), chunk)
     if grad:
         return LinearCE.apply(x, w, fp8, *arguments)
     return linear_ce(x, w, None, None, *arguments, False)[:2]
@@ -3714,7 +3715,7 @@ def sym_mm_kernel(
             in_k = k[None, :] < K - k0
             a = tl.load(left, mask=(m[:, None] < M) & in_k, other=0.0)
             b = tl.load(right, mask=(n[:, None] < M) & in_k, other=0.0)
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            acc = tl.dot(a, tl.trans(b), acc)
             left += BK * sk
             right += BK * sk
         acc *= alpha
@@ -3851,7 +3852,8 @@ def rmsprop_update(master, grad, second_moment, param, index=None, **numbers) ->
 
 
 def persistent_programs(tiles: int) -> int:
-    """Two on each multiprocessor: one multiplies while the other stores."""
+    """Two on each multiprocessor: where both fit into its shared memory (not in linear_rotate), one multiplies
+    while the other stores."""
     if triton.knobs.runtime.interpret:  # on a CPU, in tests
         return min(tiles, 3)
     return min(tiles, 2 * torch.cuda.get_device_properties().multi_processor_count)
@@ -3974,9 +3976,9 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 
 @jit
-def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
+def load_rows(x, index, stride, T, HEAD: tl.constexpr, SWAP: tl.constexpr = 0):
     """Rows of one head, `stride` numbers apart. SWAP, a power of two: blocks of that size swap."""
-    column = tl.arange(0, D)
+    column = tl.arange(0, HEAD)
     if SWAP:  # the hints keep loads wide
         column = tl.max_contiguous(tl.multiple_of(column ^ SWAP, SWAP), SWAP)
     x += index.to(tl.int64)[:, None] * stride + column[None, :]
@@ -3984,8 +3986,8 @@ def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
 
 
 @jit
-def store_rows(x, value, index, stride, T, D: tl.constexpr):
-    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+def store_rows(x, value, index, stride, T, HEAD: tl.constexpr):
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, HEAD)[None, :]
     tl.store(x, value.to(x.dtype.element_ty), mask=index[:, None] < T)
 
 
@@ -3993,21 +3995,21 @@ def store_rows(x, value, index, stride, T, D: tl.constexpr):
 def attention_forward_kernel(
     q, k, v, o, lse, bounds,
     T, sq, sk, sv, so,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM queries of a head a program; q, k, v, o (T, H, D) with strides sq to so, lse (H, T)."""
+    """BM queries of a head a program; q, k, v, o (T, H, HEAD) with strides sq to so, lse (H, T)."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
     first = tl.load(bounds + m, mask=m < T, other=0)
-    Q = load_rows(q + h * D, m, sq, T, D)
+    Q = load_rows(q + h * HEAD, m, sq, T, HEAD)
     top = tl.full([BM], -1e30, tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
+    acc = tl.zeros([BM, HEAD], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
-        K = load_rows(k + h * D, n, sk, T, D)
-        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634  # log2(e), for exp2
+        K = load_rows(k + h * HEAD, n, sk, T, HEAD)
+        s = tl.dot(Q, tl.trans(K)) * 1.4426950408889634  # log2(e), for exp2
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
@@ -4015,9 +4017,9 @@ def attention_forward_kernel(
         shrink = tl.exp2(top - new_top)
         top = new_top
         total = total * shrink + tl.sum(p, 1)
-        V = load_rows(v + h * D, n, sv, T, D)
-        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
-    store_rows(o + h * D, acc * (1.0 / total)[:, None], m, so, T, D)
+        V = load_rows(v + h * HEAD, n, sv, T, HEAD)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None])
+    store_rows(o + h * HEAD, acc * (1.0 / total)[:, None], m, so, T, HEAD)
     tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
 
 
@@ -4025,7 +4027,7 @@ def attention_forward_kernel(
 def attention_dq_kernel(
     q, k, v, o, do, dq, lse, delta, bounds,
     T, sq, sk, sv, so,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
     m0 = tl.program_id(0) * BM
@@ -4033,55 +4035,55 @@ def attention_dq_kernel(
     m = m0 + tl.arange(0, BM)
     first = tl.load(bounds + m, mask=m < T, other=0)
     L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
-    Q = load_rows(q + h * D, m, sq, T, D)
-    dO = load_rows(do + h * D, m, so, T, D)
-    O = load_rows(o + h * D, m, so, T, D)
+    Q = load_rows(q + h * HEAD, m, sq, T, HEAD)
+    dO = load_rows(do + h * HEAD, m, so, T, HEAD)
+    O = load_rows(o + h * HEAD, m, so, T, HEAD)
     delta_m = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
     tl.store(delta + h * T + m, delta_m, mask=m < T)
-    acc = tl.zeros([BM, D], tl.float32)
+    acc = tl.zeros([BM, HEAD], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
-        K = load_rows(k + h * D, n, sk, T, D)
-        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
+        K = load_rows(k + h * HEAD, n, sk, T, HEAD)
+        s = tl.dot(Q, tl.trans(K)) * 1.4426950408889634
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[:, None])
-        V = load_rows(v + h * D, n, sv, T, D)
-        dp = tl.dot(dO, tl.trans(V), input_precision="ieee")
+        V = load_rows(v + h * HEAD, n, sv, T, HEAD)
+        dp = tl.dot(dO, tl.trans(V))
         ds = p * (dp - delta_m[:, None])
-        acc = tl.dot(ds.to(K.dtype), K, acc, input_precision="ieee")
-    store_rows(dq + h * D, acc, m, so, T, D)
+        acc = tl.dot(ds.to(K.dtype), K, acc)
+    store_rows(dq + h * HEAD, acc, m, so, T, HEAD)
 
 
 @jit
 def attention_dkv_kernel(
     q, k, v, do, dk, dv, lse, delta, bounds,
     T, sq, sk, sv, so,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of BN keys and one head a program; rows up to the last that sees its last key."""
     n0 = tl.program_id(0) * BN
     h = tl.program_id(1)
     n = n0 + tl.arange(0, BN)
     last = tl.load(bounds + T + n, mask=n < T, other=-1)
-    K = load_rows(k + h * D, n, sk, T, D)
-    V = load_rows(v + h * D, n, sv, T, D)
-    dK = tl.zeros([BN, D], tl.float32)
-    dV = tl.zeros([BN, D], tl.float32)
+    K = load_rows(k + h * HEAD, n, sk, T, HEAD)
+    V = load_rows(v + h * HEAD, n, sv, T, HEAD)
+    dK = tl.zeros([BN, HEAD], tl.float32)
+    dV = tl.zeros([BN, HEAD], tl.float32)
     for m0 in range(n0 // BM * BM, tl.load(bounds + T + min(n0 + BN, T) - 1) + 1, BM):
         m = m0 + tl.arange(0, BM)
-        Q = load_rows(q + h * D, m, sq, T, D)
-        dO = load_rows(do + h * D, m, so, T, D)
+        Q = load_rows(q + h * HEAD, m, sq, T, HEAD)
+        dO = load_rows(do + h * HEAD, m, so, T, HEAD)
         L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
         delta_m = tl.load(delta + h * T + m, mask=m < T, other=0.0)
-        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * 1.4426950408889634
+        s = tl.dot(K, tl.trans(Q)) * 1.4426950408889634
         s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[None, :])
-        dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
-        dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
+        dV = tl.dot(p.to(dO.dtype), dO, dV)
+        dp = tl.dot(V, tl.trans(dO))
         ds = p * (dp - delta_m[None, :])
-        dK = tl.dot(ds.to(Q.dtype), Q, dK, input_precision="ieee")
-    store_rows(dk + h * D, dK, n, so, T, D)
-    store_rows(dv + h * D, dV, n, so, T, D)
+        dK = tl.dot(ds.to(Q.dtype), Q, dK)
+    store_rows(dk + h * HEAD, dK, n, so, T, HEAD)
+    store_rows(dv + h * HEAD, dV, n, so, T, HEAD)
 
 
 ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)
@@ -4095,12 +4097,12 @@ def adjacent_heads(x: Tensor) -> Tensor:
 @torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
 def window_attention_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
-    T, H, D = q.shape
+    T, H, K = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
-    o = q.new_empty(T, H, D)
+    o = q.new_empty(T, H, K)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * K, K)
     attention_forward_kernel[grid](q, k, v, o, lse, bounds, *sizes, **ATTENTION_TILES)
     return o, lse
 
@@ -4110,12 +4112,12 @@ def window_attention_grad(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous (T, H, K), from that of o, `do`."""
-    T, H, D = q.shape
+    T, H, K = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
     do = do.contiguous()
-    dq, dk, dv = (q.new_empty(T, H, D) for _ in range(3))
+    dq, dk, dv = (q.new_empty(T, H, K) for _ in range(3))
     delta = torch.empty_like(lse)
-    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * K, K)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
     attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *sizes, **ATTENTION_TILES)
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dataset import fail
 
-SECONDS = 10  # without an answer, there counts as no network
+SECONDS = 10  # without an answer, the network counts as missing
 
 
 @contextlib.contextmanager

@@ -323,8 +323,9 @@ def import_shards(args: argparse.Namespace) -> None:
     """Makes a dataset directory from shards that others tokenized."""
     out = args.out
     specs = [spec.removeprefix("shards:") for spec in args.source]
-    if args.interleave:
-        fail("--interleave is for text, not for --source shards:; omit it")
+    for flag in ("interleave", "max_documents", "max_bytes", "val_source", "val_documents", "val_fraction"):
+        if getattr(args, flag):
+            fail(f"--{flag.replace('_', '-')} is for text, not for --source shards:; omit it")
     if not args.tokenizer:
         hint = "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
         fail(f"--source shards: needs --tokenizer, the tokenizer.json the shards were made with; {hint}")

@@ -15,7 +15,7 @@ From a wheel to documents:
 1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a
     vendored copy, a catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not
     licences and lists of requirements (SKIPPED_NAMES), and not what a program wrote (GENERATED in
-    its first 2,000 bytes).
+    its first 2,000 or last 1,000 characters).
 2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file,
     up to its first other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE).
     Nothing else is changed.

@@ -52,7 +52,7 @@ from dataset import (
     sha256_file,
     write_shard,
 )
-from pretrain import available_cores
+from pretrain import SHARD_TOKENS, available_cores
 from sources import (
     File,
     check_apart,
@@ -78,7 +78,6 @@ SPECIAL_OF_PART = {  # the special tokens around a part of an assistant's messag
     "python_output": ("<|output_start|>", "<|output_end|>"),
 }
 BATCH = 64  # conversations given to a thread at once
-SHARD_TOKENS = 100_000_000
 
 Part = tuple[str, str]  # (type, text) of a piece of an assistant's message
 Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text part
@@ -410,7 +409,7 @@ def encode_source(
             conversations.append((tokens[: args.max_len], mask[: args.max_len]))
     if not conversations:
         hint = f"check the file, or whether --max-len {args.max_len} truncates all answers"
-        fail(f"--source {source.name} yields no conversation; {hint}")
+        fail(f"{source.name} yields no conversation; {hint}")
     return conversations
 
 

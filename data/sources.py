@@ -304,14 +304,14 @@ def find_files(*specs: str, suffixes: tuple[str, ...] = (*RECORDS, *TEXT), skip_
         return [File(identify(path), str(path)) for path in paths]
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3:
-        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
+        fail(f"{spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
     repo, pattern = "/".join(parts[:2]), parts[2]
     commit, files = hub.list_files(repo)
     # A README.md of the repository is no text to train on.
     kinds = tuple(suffix for suffix in suffixes if suffix not in TEXT[1:])
     names = sorted(name for name in files if fnmatch(name, pattern) and has_ending(name, kinds))
     if not names:
-        fail(f"--source {spec}: no {', '.join(kinds)} file of {repo} matches {pattern!r}; check the pattern")
+        fail(f"{spec}: no {', '.join(kinds)} file of {repo} matches {pattern!r}; check the pattern")
     return [File([f"{repo}/{name}", *files[name]], name, repo, commit) for name in names]
 
 
@@ -338,23 +338,23 @@ def local_paths(specs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
         found = sorted(map(Path, glob(f"{pattern}/**" if is_folder else pattern, recursive=True)))
         found = [path for path in found if not path.is_dir()]
         if not found and not is_folder:
-            fail(f"--source {part} matches no file; check the path, or see --help for other sources")
+            fail(f"{part} matches no file; check the path, or see --help for other sources")
         others = [path for path in found if not has_ending(path, suffixes)]
         if others and is_named and not is_folder:
-            fail(f"--source file {part} has an unknown extension; use one of {endings}")
+            fail(f"{part} has an unknown extension; use one of {endings}")
         skipped.update(path.suffix.lower() or "without extension" for path in others)
         paths += [path for path in found if has_ending(path, suffixes)]
     if skipped:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common())
         print(f"skipped files of other kinds: {kinds}", file=sys.stderr)
     if not paths:
-        fail(f"--source {', '.join(specs)} holds no {endings} file; check the path")
+        fail(f"{', '.join(specs)} holds no {endings} file; check the path")
     seen: set[Path] = set()
     for path in paths:
         if not path.exists():
-            fail(f"--source file {path} is a link to a file that does not exist; restore the file or remove the link")
+            fail(f"{path} is a link to a file that does not exist; restore the file or remove the link")
         if path.resolve() in seen:
-            fail(f"--source lists the file {path} twice; list it once")
+            fail(f"the file {path} is listed twice; list it once")
         seen.add(path.resolve())
     return paths
 
@@ -517,7 +517,7 @@ def text_documents(path: Path) -> Iterator[str]:
 
 @functools.cache  # once for a file that is read several times
 def warn_of_encoding(path: Path) -> None:
-    print(f"warning: {path} has bytes that are not UTF-8; convert it, or they become \ufffd", file=sys.stderr)
+    print(f"warning: {path} has \ufffd for bytes that are not UTF-8; convert the file", file=sys.stderr)
 
 
 # ==== flags

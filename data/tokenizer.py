@@ -125,9 +125,8 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
 def load(path: str | Path) -> tiktoken.Encoding:
     """The tiktoken encoding of a tokenizer.json. For text use encode: it never makes specials."""
     pattern, ranks, special = read_spec(path)
-    name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
+    return tiktoken.Encoding("decoderstack", pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
 
 
 def token_bytes(path: str | Path) -> np.ndarray:

@@ -18,7 +18,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import entry
 import files
@@ -45,8 +45,8 @@ def read() -> dict:
 
 def target_of(values: list[float]) -> float:
     """The target that a first mean sets: the end of its one-sided 99 % interval, rounded up."""
-    half = stats.t.ppf(1 - ALPHA, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return math.ceil((fmean(values) + half) * 1000) / 1000
+    interval = stats.ttest_1samp(values, 0, alternative="less").confidence_interval(1 - ALPHA)
+    return math.ceil(interval.high * 1000) / 1000
 
 
 def limit_of(seconds: list[float]) -> float:

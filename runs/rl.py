@@ -17,7 +17,7 @@ pretraining rates and fall in a straight line to 0. A question whose answers all
 Muon and Adam divide by the size of the gradient, so a step would be as large with one question that teaches something
 as with many; its rates are therefore multiplied by their share. If there is none, the weights stay as they are.
 
-The reward is 1 for the correct number after ####; for a wrong one it is --partial-credit times the fraction of correct
+The reward is 1 for the correct number after ####; for a wrong sum it is --partial-credit times the fraction of correct
 digits. An answer that does not end directly after its number is wrong: a model that was rewarded for the number alone
 forgot to stop. Held-out questions are answered before the first step, every --eval-every steps and at the end:
 greedily, and --eval-samples times at temperature 1 for pass@k.
@@ -434,7 +434,7 @@ def make_job(script, run_dir: Path, settings: Settings, resume: bool):
             scores, answers = evaluate_held_out(run.loader)
             run.log.write({"step": run.state.step, "answers": answers})
             if run.state.step == 0 and not any(scores.values()):
-                advice = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
+                advice = "finetune on such answers first (data/sft.py --help)"
                 run.log.say(f"no answer is correct, so there may be nothing to learn from: {advice}")
             return scores
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # From text to a chat model aiming at GPT-2's CORE, with train_medium.py on all GPUs of this machine: data, tokenizer,
-# pretraining, CORE, finetuning, chat evaluation, export, report.
+# pretraining, CORE, finetuning, export, chat evaluation, report.
 #
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
-#     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
+#     bash runs/speedrun_medium.sh --smoke     no GPU: a tiny model in minutes, without CORE and chat evaluation
 #
 # What to expect on 8 H200s, computed from one H200 (measured at 172,500 tokens/s) times 7.5 (not measured):
 #
@@ -69,12 +69,12 @@ fi
 # -- finetuning on conversations
 train runs/finetune.py "${run}_sft" "$run" --data "$data" "${finetune[@]}"
 
-# -- chat evaluation and export
-if [[ ! $smoke ]]; then
-  "${launch[@]}" runs/chat_eval.py "${run}_sft" # --run-code would add HumanEval
-fi
+# -- export and chat evaluation
 if [[ ! -d ${run}_hf ]]; then
   python runs/export.py "${run}_sft" --out "${run}_hf"
+fi
+if [[ ! $smoke && ! -f ${run}_sft/chat_eval.csv ]]; then
+  "${launch[@]}" runs/chat_eval.py "${run}_sft" # --run-code would add HumanEval
 fi
 
 # -- results

@@ -16,13 +16,13 @@ def linear_relu2(a, b, post=None, factor=1.0):
     return y, y.T.contiguous()
 
 
-def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, **_):
+def linear_cross_entropy(x, w, targets, cap, target_weights=None, token_weight=None, **_):
     """The formula term by term, in the dtype of x: the weighted sum, and nats of the first target."""
     z = x @ w.T
     if cap:
         z = cap[0] * torch.sigmoid((z + cap[1]) / cap[2])
     nats = [F.cross_entropy(z, row.long(), ignore_index=-1, reduction="none") for row in targets]
-    loss = sum(weight * row for weight, row in zip(term_weights, nats, strict=True))
+    loss = sum(weight * row for weight, row in zip(target_weights, nats, strict=True))
     return (loss * (1 if token_weight is None else token_weight)).sum(), nats[0].detach()
 
 

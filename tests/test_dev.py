@@ -58,10 +58,9 @@ def test_bench_generate(script, recipe):
 
 
 def test_tests_of_a_gpu_need_one():
-    """One sentence, before anything is collected."""
+    """It ends before anything is collected."""
     done = python("-m", "pytest", "-q", "-m", "gpu", env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert done.stderr.strip() == "ERROR: -m gpu runs the tests of a CUDA GPU, and torch finds none here; leave it out"
 
 
 def event(name, kind, start, length, thread=1, **args):

@@ -22,7 +22,7 @@ def config_of(*flags) -> tm.Config:
 def test_sizes():
     """24 layers of width 1536: counted on the model itself, and by hand."""
     config = tm.Config()
-    tm.validate(config)
+    tm.check_config(config)
     model = tm.GPT(config, device="meta")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     D, V = 1536, 32768

@@ -270,7 +270,7 @@ def test_args_files(name):
     """Each is valid and makes a model."""
     script = tm if "medium" in name else ts
     config = script.make_config(script.build_parser().parse_args([f"@{ROOT}/runs/{name}"]))
-    script.validate(config)
+    script.check_config(config)
     script.GPT(config, "meta")
 
 

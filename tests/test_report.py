@@ -7,6 +7,7 @@ import re
 import sys
 
 import engine
+import leaderboard
 import pytest
 import report as command
 import train_small as ts
@@ -99,6 +100,13 @@ def test_the_table_of_a_finished_run(tmp_path, kind):
     assert "![curve](curve.png)" in (tmp_path / "report.md").read_text()
 
 
+def test_a_run_on_two_numbers_of_gpus():
+    """How long each part took is not known, so there are no device hours."""
+    starts = [{"machine": {**MACHINE, "num_devices": 4}}, {"machine": MACHINE}]
+    rows = report.machine_rows({"starts": starts}, {"train_seconds": 36.0})
+    assert rows == {label: value for label, value in MACHINE_ROWS.items() if label != "device hours"}
+
+
 def test_a_run_in_progress(tmp_path):
     """Without result.json the table shows the newest metrics of the log, whose last line may be half written."""
     description = FINISHED["pretraining"][0]
@@ -145,7 +153,7 @@ def test_reinforcement_learning(tmp_path):
     assert dict(rows) == MACHINE_ROWS | {
         "task": "addition of 2-digit numbers", "answers of a step": "4 questions x 6", "seed": "3", "steps": "30",
         "learning rates": "0.2 (matrices) and 0.02 (rest) times pretraining's, falling to 0",
-        "started from": "out/sft", "training time": "36.0 s",
+        "started from": "sft", "training time": "36.0 s",
     }  # fmt: skip
 
     found = curves(log)
@@ -164,7 +172,7 @@ def test_a_reference_is_drawn_in_grey(tmp_path):
     assert report.read_reference(str(tmp_path / "a")) == log
     found = curves(log[:1], **{"@runs/p34.args": log})
     assert found["bits per byte", "@runs/p34.args validation"] == [(4.0, 1.5)] and len(found) == 3
-    entry = sorted((ROOT / "baselines").glob("*/p34.args"))[-1].parent
+    entry = ROOT / "baselines" / leaderboard.current_entries()["p34.args"]["name"]
     with gzip.open(entry / "log_0.jsonl.gz", "rt") as file:
         assert report.read_reference("@runs/p34.args") == report.read_reference(str(entry)) == [*map(json.loads, file)]
     assert command.main([str(tmp_path / "a"), "--no-samples", "--against", "@runs/p34.args"]) == 0

@@ -8,20 +8,17 @@ import subprocess
 import sys
 import types
 
+import leaderboard
 import numpy as np
+import plain_gpt
 import pytest
+import rivals
 import torch
 import train_small as ts
+from rival_text import Text, UserError
 
 from commands import sentence
 from tiny import ROOT, tiny_config, write_dataset, write_shard
-
-sys.path.insert(0, str(ROOT / "records"))
-sys.path.insert(0, str(ROOT / "records/rivals"))
-import leaderboard
-import plain_gpt
-import rivals
-from rival_text import Text, UserError
 
 
 def config_of(**overrides) -> ts.Config:

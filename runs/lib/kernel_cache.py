@@ -28,7 +28,7 @@ def launch_kernels(script, config, dtype) -> None:
     H, K = config.num_heads, config.head_dim
     new = functools.partial(torch.empty, dtype=dtype)
 
-    # Attention comes first, as building the model tries it out.
+    # Attention.
     q, k, v = new(T, 3, H, K).unbind(1)
     o, do = new(2, T, H, K)
     lse = torch.empty(H, T)

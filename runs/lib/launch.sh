@@ -37,7 +37,7 @@ train() {
   if [[ -f $run/result.json ]]; then
     echo "$run is already finished; remove it to train again"
   elif [[ -e ${states[0]} ]]; then
-    echo "$run was interrupted; it continues from its newest checkpoint"
+    echo "$run was interrupted; it continues from its newest checkpoint, with the flags it was started with"
     "${launch[@]}" "$script" --run-dir "$run" --resume
   else
     if [[ -e $run ]]; then

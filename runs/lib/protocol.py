@@ -1,7 +1,7 @@
 """OpenAI's protocol without the network: requests, their checks, and the JSON of their answers.
 
 Protocol turns the JSON of a request into a Request, which has a Sequence for each answer. A Detokenizer turns the ids
-of a sequence into text, and Answers into JSON. An APIError is what a client gets in place of an answer.
+of a sequence into text, and Answers turn that into JSON. An APIError is what a client gets in place of an answer.
 """
 
 import asyncio

@@ -74,13 +74,19 @@ def read_reference(name: str) -> list[dict]:
         entries = [path.parent for path in (root / "baselines").glob(f"*/{folder.name}")]
         if not entries:
             raise RunError(f"no entry in baselines/ used {name}; records/CURVES.md lists the recipes that have one")
-        folder = max(entries)  # names begin with the day
+        folder = max(entries, key=last_start)
     elif folder.suffix == ".args":
         raise RunError(f"{name} is not a run; an args file is given as @{name}")
     logs = sorted(folder.glob("log_*.jsonl.gz"))
     if not logs:
         return read_log(folder)
     return [json.loads(line) for line in gzip.decompress(logs[0].read_bytes()).splitlines()]
+
+
+def last_start(entry: Path) -> str:
+    """When the last run of an entry started; the day of an entry whose runs do not say."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in entry.glob("run_*.json")]
+    return max((start["date"] for run in runs for start in run["starts"]), default=entry.name[:10])
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:
@@ -112,12 +118,15 @@ def metric_rows(entries: list[dict], result: dict) -> dict:
 
 def machine_rows(description: dict, result: dict) -> dict:
     """The device of the last start, and what it cost."""
-    machine = description.get("starts", [description])[-1].get("machine")
+    machines = [start.get("machine") for start in description.get("starts", [description])]
+    machine = machines[-1]
     if not machine:
         return {}
-    hours = result.get("train_seconds", 0) * machine["num_devices"] / 3600
-    return {
-        "device hours": f"{hours:.4f}",
+    rows = {}
+    if len({each["num_devices"] for each in machines}) == 1:
+        hours = result.get("train_seconds", 0) * machine["num_devices"] / 3600
+        rows["device hours"] = f"{hours:.4f}"
+    return rows | {
         "device": f"{machine['num_devices']} x {machine['device']}",
         "torch": machine["torch"],
         "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
@@ -136,7 +145,7 @@ def setting_rows(description: dict) -> dict:
         rows["answers of a step"] = f"{settings['prompts']} questions x {settings['samples']}"
         rates = f"{settings['muon_lr']:g} (matrices) and {settings['adam_lr']:g} (rest)"
         rows["learning rates"] = f"{rates} times pretraining's, falling to 0"
-        rows["started from"] = settings["source"]
+        rows["started from"] = Path(settings["source"]).resolve().name
         rows["seed"] = settings["seed"]
     elif "config" in description:
         rows["data"] = description["config"]["data"]
