@@ -142,7 +142,7 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError:
         fail(f"{path} does not exist; check the path")
     except (ValueError, OSError, RecursionError) as problem:
-        fail(f"{path} is not a readable JSON file ({problem}); if the path is right, restore or delete it")
+        fail(f"{path} is not a readable JSON file ({problem}); check the path, or restore the file")
 
 
 def check_format(value: Any, path: str | Path, expected: str, hint: str) -> None:

@@ -240,8 +240,8 @@ def check_documents(source: Source) -> None:
     """Ends the script unless both splits have a document, before anything is written."""
     for split, documents in (("train", source.train()), ("val", source.val())):
         if next(documents, None) is None:
-            hint = "provide at least two documents, or --val-source"
-            fail(f"the source has no {split} document with text in it; {hint}")
+            hint = "text files are split between lines, every 12,000 characters and at lines of <|endoftext|>"
+            fail(f"the source has no {split} document; provide two or more, or --val-source ({hint})")
 
 
 def make_tokenizer(args: argparse.Namespace, source: Source | None, progress: Progress) -> None:
@@ -309,7 +309,10 @@ def finish(progress: Progress) -> None:
         documents, tokens, size = (total[key] for key in ("documents", "tokens", "text_bytes"))
         rate = f"{size / tokens:.3f} bytes per token"
         print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
-    if splits["val"]["text_bytes"] < LITTLE_VAL:
+    share = splits["val"]["text_bytes"] / (splits["train"]["text_bytes"] + splits["val"]["text_bytes"])
+    if share > 0.2 and not any(entry[0] == "val" for entry in settings["inputs"]):
+        print(f"note: whole documents are held out, here {share:.0%} of the text; add text, or use --val-source")
+    elif splits["val"]["text_bytes"] < LITTLE_VAL:
         print("note: scores on so little validation text are rough; raise --val-fraction or use --val-source")
     if note := overlap_note(out, dataset["bos_id"]):
         print(f"note: {note}")

@@ -90,9 +90,9 @@ def find_messages(value: Any) -> Any:
     """The list of {"role", "content"} in the forms that datasets have: see the top."""
     if not isinstance(value, dict):
         return value
-    if value.get("instruction") is not None:
+    if value.get("instruction") is not None and value.get("output") is not None:
         question = "\n\n".join(text for text in (value["instruction"], value.get("input")) if text)
-        return conversation(question, value.get("output"))["messages"]
+        return conversation(question, value["output"])["messages"]
     if value.get("conversations") is not None:
         names = {"human": "user", "gpt": "assistant"}
         turns = [(turn.get("from"), turn.get("value")) for turn in value["conversations"]]
@@ -107,7 +107,9 @@ def check_messages(value: Any) -> list[Message]:
     except (AttributeError, TypeError):  # parts that are no dict or text
         messages = None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('it has no list "messages" of {"role", "content"} and no other known form')
+        forms = '"messages" of {"role", "content"}, "conversations" of {"from", "value"}, "instruction" and "output"'
+        found = f"found: {', '.join(list(value)[:9])}" if isinstance(value, dict) else "found no object"
+        raise ValueError(f"it has none of {forms} ({found})")
     result: list[Message] = []
     system: list[str] = []  # texts for the next message of the user
     for number, message in enumerate(messages, 1):
@@ -537,7 +539,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
-    add("--source", required=True, action="append", metavar="SPEC", help="conversations in a form above; repeatable")
+    add("--source", required=True, action="extend", nargs="+", metavar="SPEC", help="conversations in a form above")
     add("--val-source", action="append", default=[], metavar="SPEC", help="validation conversations; repeatable")
     held_out = "held-out fraction without --val-source (default: 0.01, at least 50 or 5 %%)"
     add("--val-fraction", metavar="F", type=float, help=held_out)

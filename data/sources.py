@@ -259,7 +259,7 @@ def check_apart(*sources: list[list[Any]]) -> None:
         # The standard library, which is no file, keeps its two parts apart itself.
         files = {tuple(content): name for name, *content in inputs if len(content) == 2}
         for content in files.keys() & names.keys():
-            fail(f"--source/--val-source: {files[content]} is the same file as {names[content]}; list it once")
+            fail(f"{files[content]} and {names[content]} are the same file; keep it out of --source or --val-source")
         names |= files
 
 
@@ -527,13 +527,13 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared by all scripts that read text."""
     add = parser.add_argument
     kinds = "stdlib, climbmix, fineweb-edu, pypi:p34 (p100, p400), hf:OWNER/NAME/GLOB, path, glob, folder"
-    add("--source", required=True, action="append", help=f"text to read, repeatable: {kinds}")
+    add("--source", required=True, action="extend", nargs="+", help=f"text to read: {kinds}")
     add("--text-field", default="text", help="JSON field or parquet column of the text [%(default)s]")
     add("--max-files", type=int, default=HUB_FILES, help="maximum number of Hugging Face files [%(default)s]")
     add("--max-documents", type=int, help="maximum number of documents (default: all)")
     add("--max-bytes", type=int, help="maximum bytes of text (default: all)")
     add("--interleave", action="store_true", help="read local files side by side, not one after another")
-    add("--skip-bad", action="store_true", help="skip malformed lines, and files that are not UTF-8")
+    add("--skip-bad", action="store_true", help="skip malformed lines, and files of UTF-16 or other formats")
 
 
 def check_flags(args: argparse.Namespace, **minimums: int) -> None:

@@ -153,16 +153,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=entry.find, nargs="+", help="entries, run directories, or folders of them")
-    add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
+    add("--baseline", metavar="NAME", help='row to compare the others with, e.g. "*first*" (default: the first)')
     add("--target", type=float, metavar="BPB", help="bits per byte, for a column with the p of a lower mean")
     add("--plot", type=Path, metavar="FILE", help="file for a plot of bits per byte (.png, .svg)")
     args = parser.parse_args(argv)
     rows = read_rows(args.folders)
-    base = find_row(rows, args.baseline) if args.baseline else None
-    if base and base not in rows:
+    base = find_row(rows, args.baseline) if args.baseline else rows[0]
+    if base not in rows:
         rows.insert(0, base)
     blocks = [main_table(rows, args.target)]
-    if base:
+    if len(rows) > 1:
         blocks.append(differences(rows, base))
     if args.plot:
         plots.draw_rows(rows, args.plot)

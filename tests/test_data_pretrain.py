@@ -274,8 +274,8 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
 
 @pytest.mark.parametrize(("args", "parts"), [
     (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
-    (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
-    (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
+    (["--source", "{tmp}/empty.jsonl"], ["no train document", "provide two or more"]),
+    (["--source", "{tmp}/one.jsonl"], ["no train document", "provide two or more"]),
     (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
     (["--source", "{tmp}/two.jsonl", "--vocab-size", "32768"], ["too small", "--vocab-size 32768", "such as 265"]),
     (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),

@@ -114,7 +114,7 @@ def test_lists_globs_and_folders(tmp_path, capsys):
     expect_error(lambda: read(f"{a},{tmp_path}/../{tmp_path.name}/a.jsonl"), "twice")
     copy = shutil.copy(a, tmp_path / "copy.jsonl")
     for other, name in ((a, "a.jsonl"), (copy, "copy.jsonl")):
-        words = f"--source/--val-source: {name} is the same file as a.jsonl; list it once"
+        words = f"{name} and a.jsonl are the same file; keep it out of --source or --val-source"
         expect_error(lambda other=other: read(a, other), words)
     assert read(f"{a},{copy}") == ["1", "2", "1", "2"], "a copy in one source is read"
     expect_error(lambda: read("no-such-source"), "no-such-source", "--help")
@@ -363,8 +363,8 @@ def test_hub_sources(tmp_path):
             ((f"hf:{repo}/*.gz", None, 40), "matches '*.gz'"),
             (("hf:only-a-name", None, 40), "hf:OWNER/NAME/GLOB"),
             (("hf:no/such/*.parquet", None, 40), "Repository Not Found"),
-            (("climbmix", f"hf:{repo}/shard_00000.parquet", 40), "shard_00000.parquet is the same file as"),
-            ((str(tmp_path / "x.parquet"), "climbmix", 40), "is the same file as x.parquet"),
+            (("climbmix", f"hf:{repo}/shard_00000.parquet", 40), "shard_00000.parquet are the same file"),
+            ((str(tmp_path / "x.parquet"), "climbmix", 40), "and x.parquet are the same file"),
         ]
         for arguments, part in bad:
             result = program(*arguments)

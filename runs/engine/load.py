@@ -30,7 +30,8 @@ def import_script(run_dir: str | Path) -> ModuleType:
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
         problem = f"it has {len(scripts)} training scripts" if run_dir.is_dir() else "it does not exist"
-        raise RunError(f"{run_dir} is not a run directory: {problem}; pass another")
+        hint = "; --step chooses a checkpoint" if run_dir.name.startswith("step_") else ""
+        raise RunError(f"{run_dir} is not a run directory: {problem}; pass another{hint}")
     # A name of its own for each path, as a second run must not replace the module of the first.
     name = re.sub(r"\W+", "_", f"run {scripts[0].resolve().with_suffix('')}")
     spec = importlib.util.spec_from_file_location(name, scripts[0])
