@@ -3123,6 +3123,16 @@ def make_config(args: argparse.Namespace) -> Config:
     return resumed_config(args)
 
 
+def report_error(message: str) -> int:
+    """Prints an error of the user; returns the exit code."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun ends with a report, whose last lines are the message of the process that failed first.
+        reply = {"message": f"error: {message}", "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(reply), encoding="utf-8")
+    return 1
+
+
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
     if hasattr(sys.stdout, "reconfigure"):
@@ -3130,12 +3140,10 @@ def run_command(command: Callable[[], dict]) -> int:
     try:
         result = command()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return report_error(str(error))
     except torch.OutOfMemoryError:
         way = "pass --micro-batch-tokens with half of that printed above, but at least --pack-tokens"
-        print(f"error: the device ran out of memory; {way}, or see runs/TROUBLESHOOTING.md", file=sys.stderr)
-        return 1
+        return report_error(f"the device ran out of memory; {way}, or see runs/TROUBLESHOOTING.md")
     except KeyboardInterrupt:
         way = "continue with --resume, or start again if nothing is saved yet"
         print(f"stopped at once; {way}", file=sys.stderr)
@@ -3145,8 +3153,7 @@ def run_command(command: Callable[[], dict]) -> int:
         if isinstance(error, OSError | dist.DistError) or re.search("gloo|No space left|t allocate memory", str(error)):
             way = "fix that, then continue with --resume, or start again if nothing is saved yet"
             found = str(error).partition("\n")[0] or type(error).__name__
-            print(f"error: {found}; {way}", file=sys.stderr, flush=True)
-            return 1
+            return report_error(f"{found}; {way}")
         print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
         raise
     finally:

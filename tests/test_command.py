@@ -45,10 +45,11 @@ def test_what_the_user_can_fix_is_one_line(capsys, error, message):
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_the_report_of_torchrun_has_the_message(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("run", [run_command, ts.run_command], ids=["a tool", "a training script"])
+def test_the_report_of_torchrun_has_the_message(capsys, monkeypatch, tmp_path, run):
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    ended(capsys, fails_with(RunError("no run at out/x")))
+    assert run(fails_with(ts.UserError("no run at out/x"))) == 1 and "error: no run" in capsys.readouterr().err
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
     assert str(ChildFailedError("tool.py", {0: failure})).splitlines()[-2].endswith(": error: no run at out/x")
 

@@ -239,22 +239,6 @@ def test_multi_node_runs_tools(fakes, fast_python, tmp_path, script, first, sett
     assert "--nproc-per-node=2" in fakes.calls()[-1]
 
 
-REPORT = """\
-error: the disk is full, make room
-error: please report what follows, if it is a fault of the script
-Traceback (most recent call last):
-RuntimeError: process 1 lost the others
-Root Cause (first observed failure):"""
-
-
-def test_the_sentence_is_the_last_line(tmp_path):
-    """What failed first, below torchrun's report. The exit code is torchrun's."""
-    (tmp_path / "fake").write_text(f"cat >&2 <<'END'\n{REPORT}\nEND\nexit 3\n")
-    command = ["bash", "-c", f"source runs/lib/repeat_error.sh; repeat_error bash {tmp_path}/fake"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 3 and done.stderr == f"{REPORT}\nerror: the disk is full, make room\n"
-
-
 def test_sigterm_reaches_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """Processes get time to save; the script ends with them."""
     nap = "trap 'echo saved; exit 5' TERM; for i in {1..300}; do sleep 0.1; done"

@@ -25,7 +25,7 @@
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
 # slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others end
 # after torch's timeout of 10 minutes. Whenever torchrun has MIN machines but not MAX, it waits 30 s for more
-# (last_call_timeout in RDZV). The last line repeats the error message of the process that failed first.
+# (last_call_timeout in RDZV). The report of torchrun ends with the error message of the process that failed first.
 set -euo pipefail
 # shellcheck source=runs/lib/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib/help.sh"
@@ -87,7 +87,6 @@ gpus=$(python runs/cluster/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
 # Otherwise processes share the store of the rendezvous, whose address torch 2.13 does not tell to machines that join
 # later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-source runs/lib/repeat_error.sh
-repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" \
+exec python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" \
   --max-restarts="${RESTARTS:-20}" --rdzv-backend=c10d --rdzv-endpoint="$head" \
   --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} --no-python bash runs/cluster/multi_node.sh "$@"

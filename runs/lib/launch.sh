@@ -8,17 +8,14 @@
 #     train train_small.py out/first @runs/cpu.args
 #     train runs/finetune.py out/first_sft out/first --packs 2
 #
-# If it fails, the last line is the error message of the process that failed first.
-#
 # `need_gpu` ends a script whose model is too large for a CPU.
 
-source runs/lib/repeat_error.sh
 if [[ -z ${launch:-} ]]; then
   launch=(python)
   gpus=$(python -c "import torch; print(torch.cuda.device_count())")
   for count in 2 4 8; do # the packs of a step divide by these
     if ((gpus >= count)); then
-      launch=(repeat_error python -m torch.distributed.run --standalone "--nproc_per_node=$count")
+      launch=(python -m torch.distributed.run --standalone "--nproc_per_node=$count")
     fi
   done
 fi
