@@ -191,7 +191,7 @@ def test_speedrun(sandbox):
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
         expected = "data/pretrain.py data/core_tasks.py data/sft.py train_medium.py runs/score_core.py runs/finetune.py"
-        expected = [*expected.split(), "runs/chat_eval.py", "runs/export.py"]
+        expected = [*expected.split(), "runs/export.py", "runs/chat_eval.py"]
         # Evaluations that the smoke test skips.
         large = ("data/core_tasks.py", "runs/score_core.py", "runs/chat_eval.py")
         assert scripts == [script for script in expected if not flag or script not in large]
