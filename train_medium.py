@@ -3656,7 +3656,7 @@ class Linear8(torch.autograd.Function):
 
 def scale_head_gradient(x, target_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
-    # |gradient| <= slope * sum of term weights * token weight
+    # |gradient| <= slope * sum of target weights * token weight
     slope = cap[0] / (4 * cap[2]) if cap else 1.0
     g_scale = target_weights.abs().sum() * (slope / E5M2_MAX)
     if token_weight is None:

@@ -294,7 +294,6 @@ def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
             value.pop(name, None)
     if "sft" in value:
         value["splits"] |= sum_splits(files, "sft")
-    value.pop("sha256", None)
     write_json(Path(folder) / "dataset.json", value | {"sha256": seal_of(value)})
 
 

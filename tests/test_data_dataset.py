@@ -189,7 +189,7 @@ TRAIN = "pretrain/train_000000.bin"
 def change_tokenizer(root: Path, **fields) -> None:
     value = dataset.read_json(root / "tokenizer.json") | fields
     sha = dataset.write_json(root / "tokenizer.json", value)
-    info = dataset.read_json(root / "dataset.json") | {"tokenizer_sha256": sha}
+    info = dataset.read_dataset(root) | {"tokenizer_sha256": sha}
     info["files"]["tokenizer.json"] = dataset.file_entry(root / "tokenizer.json", sha)
     dataset.write_dataset(root, info)
 
@@ -197,7 +197,7 @@ def change_tokenizer(root: Path, **fields) -> None:
 def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
     """Another shard, which dataset.json lists with its new sha256 and size."""
     dataset.write_shard(root / name, np.array(tokens, np.uint16), **header)
-    value = dataset.read_json(root / "dataset.json")
+    value = dataset.read_dataset(root)
     value["files"][name] |= dataset.file_entry(root / name, dataset.sha256_file(root / name))
     dataset.write_dataset(root, value)
 

@@ -173,6 +173,7 @@ def test_interleaved_files(corpus, tmp_path):
     assert "already complete" in run(*flags, "--interleave").stdout
     expect_error(run(*flags), "--interleave", True, "not given")
     expect_error(run(*settings(corpus, "x", "shards:x"), "--interleave"), "--interleave is for text")
+    expect_error(run(*settings(corpus, "x", "shards:x")), "--val-source is for text")
 
 
 def test_second_run_and_other_settings(corpus):
@@ -285,7 +286,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
     (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must be above 0 and at most 0.5"]),
     (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
 ])  # fmt: skip
-def test_user_errors(tmp_path, args, parts, monkeypatch):
+def test_user_errors(tmp_path, args, parts, monkeypatch, capsys):
     for name, lines in {
         "empty": "",
         "one": '{"text": "a"}\n',
@@ -307,6 +308,7 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *good])
     pretrain.main()
     assert dataset.read_dataset(out)["splits"]["train"]["documents"] == 1
+    assert "here 50% of the text" in capsys.readouterr().out
 
 
 # --- hosted shards ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every form of --source, on small files of the published layouts."""
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -69,6 +70,13 @@ def test_forms_give_the_same_documents(tmp_path, ending):
     path = write(tmp_path / f"x.{ending}", TEXTS)
     assert read(path) == TEXTS
     assert read(write(tmp_path / f"y.{ending}", TEXTS, "body"), text_field="body") == TEXTS
+
+
+def test_several_sources_after_one_flag():
+    """As a shell writes a pattern that is not quoted."""
+    parser = argparse.ArgumentParser()
+    sources.add_source_flags(parser)
+    assert parser.parse_args(["--source", "a", "b", "--source", "c"]).source == ["a", "b", "c"]
 
 
 def test_text(tmp_path, capsys):

@@ -219,6 +219,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     picture = tmp_path / "curves.png"
     said = run(compare, *folders, "--baseline", "*base", "--target", 2.95, "--plot", picture)
     runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--baseline", "a")
+    assert runs == run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS)), "the first is the baseline"
     for name, title, table in (("a", "2026-11-22_base", said), ("b", "2026-11-22_a-low-rate", said), ("a", "a", runs)):
         (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
         cells = [cell.strip() for cell in line.split("|")]

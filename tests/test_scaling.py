@@ -203,5 +203,8 @@ def test_speedrun(sandbox):
         (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
         assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
         assert finetune.endswith(f"--run-dir {run}_sft")
+        (sandbox / f"{run}_sft/chat_eval.csv").touch()
+        (sandbox / "python.log").unlink()
         again = subprocess.run(command, cwd="/", env=environment, **CAPTURED)
         assert again.stdout.count("is already finished") == 2
+        assert "runs/chat_eval.py" not in (sandbox / "python.log").read_text()
